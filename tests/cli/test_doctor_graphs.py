@@ -33,7 +33,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         print(json.dumps([self.headers["X-Request-Id"], self.headers["Authorization"], body]), file=asked, flush=True)
-        self.answer({"id": os.urandom(4).hex(), "choices": [{"text": body["prompt"][::-1], "finish_reason": "length"}]})
+        n = len(body["prompt"])
+        says = {"token_logprobs": [-0.25], "top_logprobs": [{f"token_id:{n}": -0.25, "token_id:9": -1.5}]}
+        choice = {"text": "", "token_ids": [n], "logprobs": says, "finish_reason": "length"}
+        self.answer({"id": os.urandom(4).hex(), "choices": [choice]})
     def log_message(self, *args):
         pass
 port = next(int(word.partition("=")[2]) for word in sys.argv if word.startswith("--port="))
@@ -49,9 +52,9 @@ server.serve_forever()
 
 def doctor(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "SMALL_"))}
+    kept |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [ACCPROBE, "doctor", *map(str, words)],
-        cwd=cwd, env=kept | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"} | env, text=True,
+        [ACCPROBE, "doctor", *map(str, words)], cwd=cwd, env=kept | env, text=True,
         capture_output=True, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
 
@@ -90,8 +93,9 @@ def test_an_eager_engine_is_exit_code_3(tmp_path: Path) -> None:
 def test_a_server_is_asked_and_ended(tmp_path: Path) -> None:
     (tmp_path / "vllm").write_text(f"#!{sys.executable}\n{SERVER}")
     (tmp_path / "vllm").chmod(0o700)
-    (tmp_path / "prompts").write_text('{"prompt": "a secret"}\n[5, 6]\nplain text\n')
-    words = ("--graphs", "--prompts", "prompts", "--max-tokens", "3", "--", "./vllm", "serve", "MODEL", "--api-key=k")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a secret"}\n{"token_ids": [5, 6]}\n"plain text"\n')
+    words = ("--graphs", "--prompts", "prompts.jsonl", "--max-tokens", "3", "--")
+    words += ("./vllm", "serve", "MODEL", "--api-key=k")
     done = doctor(*words, cwd=tmp_path, http_proxy="http://127.0.0.1:1")
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "accprobe-doctor-graphs"
@@ -102,7 +106,7 @@ def test_a_server_is_asked_and_ended(tmp_path: Path) -> None:
         assert [one[2]["prompt"] for one in asked] == ["a secret", [5, 6], "plain text"]
         assert asked[0][2] | {"prompt": ""} == {
             "model": "tiny", "prompt": "", "max_tokens": 3, "temperature": 0.0, "seed": 0, "logprobs": 5,
-            "ignore_eos": True,
+            "ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
         assert (out / f"{name}.log").read_text() == "closed\n"
     assert "secret" not in done.stdout + done.stderr

@@ -126,6 +126,20 @@ def test_a_fault_fails_and_its_condition_is_said(served: Path, capsys: Any) -> N
     assert all(w["ordinal"] > 0 for w in said["worst"])
 
 
+def test_servers_that_could_be_captured_leave_nothing_where_they_agree(served: Path, capsys: Any) -> None:
+    """Both are eager, on devices of their own: they run on until the verdict, mine after all floors."""
+    golden, mine, floor = (
+        f"CUDA_VISIBLE_DEVICES={i} vllm serve M --enforce-eager --dtype={dtype}"
+        for i, dtype in enumerate(("bfloat16", "float32", "float32"))
+    )
+    code, out, _ = gate_out(capsys, golden, mine, "--localize", "--floor", floor)
+    assert code == 0, out
+    logs = [Path("out", side, "engine-0.log") for side in ("golden", "floor-0", "mine")]
+    assert sorted(logs, key=lambda log: log.stat().st_ctime_ns) == logs
+    assert [starts(side) for side in ("golden", "mine", "floor-0")] == [1, 1, 1]
+    assert not Path("out/dig").exists()
+
+
 def test_a_killed_server_is_one_line_and_the_same_command_goes_on(served: Path, capsys: Any) -> None:
     # two at a time: at the fourteenth request at least two of pass 1 are answered and written
     words = ("vllm serve M", "vllm serve M --dies-after=13", "--concurrency", "2")

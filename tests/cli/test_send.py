@@ -69,7 +69,7 @@ def test_the_pace_of_lines_in_a_pipe(
     Path("bin/vllm").write_text("#!/bin/sh\nsleep 1\nexit 3\n")
     words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * progress]
     assert main(words) == 2
-    assert ("accprobe: engine-0 is starting (0 s)" in capsys.readouterr().err) == progress
+    assert ("accprobe: the server is starting (0 s)" in capsys.readouterr().err) == progress
 
 
 def test_an_answer_to_none_is_exit_code_3(here: Path, capsys: Any) -> None:

@@ -4,10 +4,12 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
+from vllm_accprobe.capture.vllm.relied_on import PLACES
 from vllm_accprobe.doctor import checks as engine
 from vllm_accprobe.doctor import inside
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
@@ -76,7 +78,9 @@ class RequestState:
 
 class GPUModelRunner:
     def __init__(self):
-        self.req_states = RequestState()
+        self.req_states, self.device = RequestState(), object()
+        self.vllm_config = object()
+    def get_model(self): ...
     def load_model(self): ...
     def execute_model(self): ...
     def prepare_inputs(self): ...
@@ -86,21 +90,35 @@ EARLY = LATER.replace("    num_computed_tokens_np: object\n    prefill_len_np: o
 """That of 0.13 to 0.22.1."""
 
 
-@pytest.mark.parametrize(("source", "missing"), [
-    (LATER, []),
-    (EARLY, []),
-    (EARLY.replace("self.prefill_len", "self.prefill"), ["InputBatch.prefill_len_np and RequestState.prefill_len"]),
-    (LATER.replace("    positions: object\n", ""), ["InputBatch.positions"]),
-    (LATER.replace("prepare_inputs", "prepare"), ["prepare_inputs"]),
-    (LATER.replace("self.req_states", "self.states"), ["self.req_states"]),
+@pytest.mark.parametrize(("source", "release", "missing"), [
+    (LATER, (0, 23), []),
+    (LATER.replace("self.prefill_len", "self.prefill"), (0, 23), []),
+    (LATER.replace("    positions: object\n", ""), (0, 23), ["InputBatch.positions"]),
+    (EARLY, (0, 22, 1), []),
+    (EARLY, (0, 23), ["InputBatch.prefill_len_np"]),
+    (EARLY.replace("self.prefill_len", "self.prefill"), (0, 22, 1), ["RequestState.prefill_len"]),
+    (LATER.replace("    idx_mapping_np: object\n", ""), (0, 23), ["InputBatch.idx_mapping_np"]),
+    (LATER.replace("prepare_inputs", "prepare"), (0, 23), ["GPUModelRunner.prepare_inputs"]),
+    (LATER.replace("self.req_states", "self.states"), (0, 23), ["GPUModelRunner.req_states"]),
+    (LATER.replace("class InputBatch", "class Batch"), (0, 23), ["InputBatch"]),
+    ("raise OSError('no driver')", (0, 23), "OSError: no driver"),
+    (None, (0, 23), None),
 ])  # fmt: skip
-def test_what_the_newer_runner_lacks_is_found_in_its_own_classes(tmp_path, monkeypatch, source, missing):
-    (tmp_path / "v2_runner_of_a_release.py").write_text(source)
+def test_what_the_newer_runner_lacks_is_found_in_its_own_classes(tmp_path, monkeypatch, source, release, missing):
+    """The names are those of the declaration without which no row is told, in a release that has them."""
+    if source is not None:
+        (tmp_path / "v2_runner_of_a_release.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "v2_runner_of_a_release", raising=False)
-    _, methods, reads = inside.RUNNERS["V2"]
-    assert inside._runner("v2_runner_of_a_release", methods, reads) == {"there": True, "missing": missing}
-    monkeypatch.delitem(sys.modules, "v2_runner_of_a_release")
+    names = inside.RUNNERS["V2"]
+    places = [
+        replace(place, at=(f"v2_runner_of_a_release:{place.at[0].partition(':')[2]}",))
+        for place in PLACES if place.name in names and place.due(release)
+    ]  # fmt: skip
+    said = {"error": missing} if isinstance(missing, str) else {"missing": missing}
+    expected = {"there": False} if missing is None else {"there": True, **said}
+    assert inside._runner(places, release) == expected
+    sys.modules.pop("v2_runner_of_a_release", None)
 
 
 def test_no_platform_is_an_error():

@@ -12,7 +12,7 @@ import pytest
 from vllm_accprobe.capture.vllm.relied_on import PLACES
 from vllm_accprobe.doctor import checks
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
-from vllm_accprobe.doctor.graph_proof import Prompt, read_prompts
+from vllm_accprobe.doctor.graph_proof import PROMPTS, read_prompts
 from vllm_accprobe.doctor.wheel import (
     CheckedPlace,
     Package,
@@ -90,35 +90,16 @@ def test_disk_speed_in_a_place_that_is_gone(tmp_path):
     assert "No such file" in finding.text
 
 
-# --- prompts of a file. Sending them is tested with a server that answers (tests/cli/test_doctor_graphs.py) ---
+# --- prompts. Sending them is tested with a server that answers (tests/cli/test_doctor_graphs.py) ---
 
 
-@pytest.mark.parametrize(("line", "prompt"), [
-    ("Plain text, as it is", "Plain text, as it is"),
-    ('"in quotes"', "in quotes"),
-    ("[3, 1, 4]", (3, 1, 4)),
-    ('{"prompt": "a"}', "a"),
-    ('{"prompt_token_ids": [5, 6]}', (5, 6)),
-    ("42", "42"),
-])  # fmt: skip
-def test_a_line(tmp_path: Path, line: str, prompt: Prompt) -> None:
-    (tmp_path / "f").write_text(f"\n{line}\n\n")
-    assert read_prompts(tmp_path / "f") == (prompt,)
-
-
-@pytest.mark.parametrize("line", ['{"text": "a"}', "[1, -2]", '[1, "a"]', "{}", '""'])
-def test_what_is_no_prompt_is_named_by_its_line_and_not_quoted(tmp_path: Path, line: str) -> None:
-    (tmp_path / "f").write_text(f"good\n{line}\n")
-    with pytest.raises(PromptsError, match="f, line 2: neither a text nor a list of token ids") as raised:
-        read_prompts(tmp_path / "f")
-    assert line not in str(raised.value)
-
-
-def test_nothing_and_too_much(tmp_path: Path) -> None:
-    for text, said in (("\n", "0 prompts"), ("a\n" * 257, "257 prompts"), ("a" * (5 << 20), "more than 4 MB")):
-        (tmp_path / "f").write_text(text)
-        with pytest.raises(PromptsError, match=said):
-            read_prompts(tmp_path / "f")
+def test_prompts_are_those_of_send_and_not_too_many(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text('{"prompt": "a"}\n{"token_ids": [5, 6]}\n')
+    assert [(p.text, p.token_ids) for p in read_prompts(str(tmp_path / "f.jsonl"))] == [("a", None), (None, (5, 6))]
+    assert [p.text for p in read_prompts(None)] == list(PROMPTS)
+    (tmp_path / "f").write_text("a\n" * 257)
+    with pytest.raises(PromptsError, match="257 prompts; give 1 to 256"):
+        read_prompts(str(tmp_path / "f"))
 
 
 # --- the check is red on a wheel with one field renamed: vLLM's own files as they are installed, one name changed ---

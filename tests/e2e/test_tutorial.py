@@ -1,7 +1,7 @@
 """The tutorial's first part, typed line by line into one shell: two real servers over HTTP, down to the failing test.
 
 Each line's exit code and last words are compared with what the page says of it. `vllm` is forked from a process that
-has imported it, so times are not the page's. With ``--all``, as the other pages: five servers. The other parts of the
+has imported it, so times are not the page's. With ``--all``, as the other pages: three servers. The other parts of the
 page: test_documents.py.
 """
 
@@ -56,5 +56,7 @@ def test_every_line_of_the_first_part(preloaded_vllm: Path, tmp_path: Path) -> N
         said = done.stdout + done.stderr
         assert done.returncode == want[0], f"{line}\n{said[-3000:]}"
         assert want[1] in said, f"{line}\n{said[-3000:]}"
+    started = sorted(str(log.relative_to(tmp_path)) for log in (tmp_path / "gated").rglob("engine-*.log"))
+    assert started == [f"gated/{side}/engine-0.log" for side in ("floor-0", "golden", "mine")]
     assert (tmp_path / "report" / "compare.html").is_file()
     assert json.loads((tmp_path / "gated" / "gate.json").read_text())["verdict"] == "fail"

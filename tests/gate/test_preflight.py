@@ -248,3 +248,37 @@ def test_folders_are_read_before_a_start(begun: Path, capsys: Any) -> None:
         assert says in said.err, words
         assert len(said.err.splitlines()) == 1, said.err
         assert not (begun / "started").exists(), words
+
+
+FREE, EAGER = 1 << 30, "vllm serve m --enforce-eager"
+
+
+@pytest.mark.parametrize(
+    ("words", "eager"),
+    [
+        (EAGER, True), ("vllm serve m", False), (f"{EAGER} --no-enforce-eager", False),
+        (f"{EAGER} -cc.mode=3", False), (f"VLLM_ACCPROBE_HEAL=x {EAGER}", False), (f"OTHER=1 {EAGER}", True),
+    ],
+)  # fmt: skip
+def test_an_engine_that_a_capture_does_not_change(words: str, eager: bool, here: Path) -> None:
+    assert preflight.eager(preflight.command_of(words, dict(os.environ))) == eager
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "weights", "fit"),
+    [
+        (EAGER, EAGER, FREE // 8, True), (EAGER, EAGER, FREE // 8 + 1, False), (EAGER, EAGER, 0, False),
+        (EAGER, "vllm serve elsewhere/of/hub", 8, False), (EAGER, f"{EAGER} --gpu-memory-utilization=0.3", 8, False),
+        (f"{EAGER} --port=1234", f"{EAGER} --port 1234", 8, False), (f"{EAGER} --port=1234", EAGER, 8, True),
+        (f"CUDA_VISIBLE_DEVICES=0,1 {EAGER}", f"CUDA_VISIBLE_DEVICES=2 {EAGER}", FREE, True),
+        (f"CUDA_VISIBLE_DEVICES=0,1 {EAGER}", f"CUDA_VISIBLE_DEVICES=1 {EAGER}", 8, False),
+    ],
+)  # fmt: skip
+def test_two_servers_at_once(
+    one: str, other: str, weights: int, fit: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (here / "m" / "model.safetensors").open("wb") as file:
+        file.truncate(weights)
+    monkeypatch.setattr(preflight, "_available", lambda: FREE)
+    environ = dict(os.environ)
+    assert preflight.fit_together(*(preflight.command_of(words, environ) for words in (one, other))) == fit

@@ -15,13 +15,14 @@ import pytest
 from dumps import put, writer
 from forcible_server import forcible
 from made_folders import folder
-from odd_server import odd
+from odd_server import odd, running
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.gate import localize
 from vllm_accprobe.gate.localize import (
     MEASURED,
     PLAN,
+    KeptServers,
     Localization,
     LocalizeError,
     LocalizePlan,
@@ -31,8 +32,9 @@ from vllm_accprobe.gate.localize import (
     environment,
 )
 from vllm_accprobe.gate.sending import client, replies
-from vllm_accprobe.gate.sending.client import SendError
+from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.replies import Sent
+from vllm_accprobe.waiting import USUAL
 
 PLAN_OF_TWO = LocalizePlan(
     LocalizeTarget("p1", 2, 40, 0.5, 1),
@@ -48,10 +50,11 @@ class Machine:
     def __init__(self) -> None:
         self.environs: list[Mapping[str, str]] = []
         self.asked: list[tuple[str, dict[str, Any] | None]] = []
+        self.salts: list[str | None] = []
         self.breaks = self.empty = False
 
     @contextlib.contextmanager
-    def served(self, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[tuple[str, str]]:
+    def served(self, name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
         self.environs.append(environ)
         dump = Path(environ["VLLM_ACCPROBE_DIR"])
         if not self.empty:
@@ -70,10 +73,11 @@ class Machine:
                 control = dump / arm_file.NAME
                 said = arm_file.read(control).to_json() if control.exists() else None
                 self.asked.append((seen[-1][1], said))
+                self.salts.append(body.get("cache_salt"))
             return answers(path, body)
 
         with odd(answer, forced=True) as (url, seen):
-            yield url, ""
+            yield running(url, out / f"engine-{len(self.environs) - 1}.log")
 
 
 @pytest.fixture
@@ -128,6 +132,44 @@ def test_each_pass_is_armed_while_the_server_is_idle(machine: Machine, golden: S
     for path in (tmp_path / "dig", dig.dump("mine"), dig.sent("mine")):
         assert path.stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "dig" / PLAN).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_that_has_answered_the_gate_is_asked_again(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+    """One start for each side. What it has cached is not found, and the gate's steps stay those of its answers."""
+    root, steps = tmp_path / "dig", tmp_path / "steps-0" / "steps-rank0.jsonl"
+    steps.parent.mkdir()
+    kept = KeptServers(("golden", "mine"), root, 1.0)
+    environ = {**how().environ, "VLLM_ACCPROBE_DIR": str(tmp_path / "own")}
+    for side in ("golden", "mine", "floor 0"):
+        with kept.serve(side, "vllm serve M", environ, tmp_path, 10, USUAL):
+            steps.write_text("of the gate\n")
+    assert [e.get("VLLM_ACCPROBE_ARMED") for e in machine.environs] == ["0", "0", None]
+    dig = Localization(root, KEY, PLAN_OF_TWO)
+    machine.asked.clear()
+    machine.salts.clear()
+    dig.capture("golden", "vllm serve M", golden, replace(how(), kept=kept))
+    with kept.taken("mine"):
+        steps.write_text("of the gate\nand of the capture\n")
+    assert (len(machine.environs), dig.done, steps.read_text()) == (3, ["golden"], "of the gate\n")
+    named = [name for name, _ in machine.asked if name not in (MEASURED, client.PROBE.name)]
+    assert named == ["p0", "p1", "p2", "p0.pass1", "p1.pass1", "p2.pass1"]
+    assert {salt for salt, (name, _) in zip(machine.salts, machine.asked, strict=True) if name in named} == {
+        "accprobe-dig "
+    }
+    assert (dig.dump("golden") / "run.json").exists()
+
+
+def test_a_kept_server_of_which_nothing_is_captured_leaves_nothing(
+    machine: Machine, tmp_path: Path
+) -> None:
+    kept = KeptServers(("mine",), tmp_path / "dig", 1.0)
+    with kept.serve("mine", "vllm serve M", how().environ, tmp_path, 10, USUAL) as run:
+        assert (tmp_path / "dig" / "mine" / "run.json").exists()
+    assert kept.runs("mine")
+    kept.close()
+    assert not kept.runs("mine")
+    assert not (tmp_path / "dig").exists()
+    assert not Sender(run.command.url, timeout=2).healthy()
 
 
 def test_a_pass_of_which_nothing_is_wanted_is_disarmed(machine: Machine, golden: Sent, tmp_path: Path) -> None:

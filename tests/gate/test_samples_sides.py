@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from made_evaluations import choice, right, sample, write_opencompass, write_samples
 
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.formats.common import result_tables
 from vllm_accprobe.gate import evaluations
 from vllm_accprobe.gate.evaluations import SamplesError
+from vllm_accprobe.gate.sending import prompts
 
 TIME = "2026-11-23T10-00-00.000001"
 
@@ -20,7 +23,7 @@ def test_a_line_becomes_an_answer(tmp_path: Path) -> None:
     assert [a.scores for a in side.answers] == [{"exact_match": 1.0}, {"exact_match": 0.0}, {"exact_match": 1.0}]
     assert {(a.task, a.way) for a in side.answers} == {("gsm8k_cot", "strict-match")}
     assert evaluations.requests(side.answers[2].place) == [
-        {"prompt": "Question: how much is 2 and 2?\nAnswer:", "max_tokens": 64, "stop": ["\n\n"]}
+        {"prompt": "Question: how much is 2 and 2?\nAnswer:", "max_tokens": 64, "stop": ["\n\n"], "temperature": 0}
     ]
 
 
@@ -54,7 +57,34 @@ def test_a_chat_is_messages(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     line["arguments"]["gen_args_0"]["arg_0"] = [json.dumps(messages)]
     side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [line]))
-    assert evaluations.requests(side.answers[0].place) == [{"messages": messages, "max_tokens": 64, "stop": ["\n\n"]}]
+    assert evaluations.requests(side.answers[0].place) == [
+        {"messages": messages, "max_tokens": 64, "stop": ["\n\n"], "temperature": 0}
+    ]
+
+
+def test_sampling_goes_along_with_a_prompt(tmp_path: Path) -> None:
+    """Numbers alone, by the names that a server knows; `accprobe send` takes the line."""
+    line = sample(1, {"acc": 1.0})
+    how = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 5, "do_sample": True, "min_p": "x", "top": 3}
+    line["arguments"]["gen_args_0"]["arg_1"] = how
+    (asked,) = evaluations.requests(
+        evaluations.open_side(write_samples(tmp_path / "s.jsonl", [line])).answers[0].place
+    )
+    kept = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 5}
+    assert asked == {"prompt": "Question: how much is 1 and 1?\nAnswer:", **kept}
+    (tmp_path / "p.jsonl").write_text(json.dumps(asked))
+    assert prompts.read(str(tmp_path / "p.jsonl"))[0].parameters == kept
+
+
+def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is bounded, and what is said names the file; one document on one line is none of jsonl's lines."""
+    monkeypatch.setattr(result_tables, "MAX_LINE", 2000)
+    path = write_samples(tmp_path / "s.jsonl", [*right(2, []), sample(3, {"acc": 1.0}, said="x" * 2000)])
+    with pytest.raises(DumpError, match=r"s\.jsonl: a line has more than .*one result on each line"):
+        evaluations.open_side(path)
+    document = tmp_path / "s.json"
+    document.write_text(json.dumps([sample(i, {"acc": 1.0}) for i in range(9)]))
+    assert len(evaluations.open_side(document).answers) == 9
 
 
 def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:

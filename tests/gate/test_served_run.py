@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm_accprobe import waiting
-from vllm_accprobe.gate.sending.client import NotServed, ServerLost
+from vllm_accprobe.gate.sending.client import NotServed, SendError, ServerLost
 from vllm_accprobe.gate.served_run import ADVICE, ServedRun, ServerCommand, cause, served, server_command
 
 POLITE = """
@@ -35,7 +35,7 @@ while True: time.sleep(0.05)
 
 
 def started(folder: Path, *words: str, stop_s: float = 60.0) -> ServedRun:
-    return ServedRun(ServerCommand(words), os.environ, log=folder / "log", stop_s=stop_s)
+    return ServedRun("the run", ServerCommand(words), os.environ, log=folder / "log", stop_s=stop_s)
 
 
 def up(run: ServedRun) -> int:
@@ -66,7 +66,9 @@ def test_a_program_that_ends_by_itself(tmp_path: Path) -> None:
     with started(tmp_path, "echo hello; exit 7") as run:
         assert run.wait(30) == 7
     assert run.tail(20) == ["hello"]
-    assert run.lost() == f"; the server ended with exit code 7: hello; read {tmp_path / 'log'}"
+    ended = rf"^x; the server ended with exit code 7: hello; read {tmp_path / 'log'}$"
+    with pytest.raises(SendError, match=ended), run.asked():
+        raise SendError("x")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
@@ -100,7 +102,7 @@ def test_it_ends_where_we_are_killed(tmp_path: Path) -> None:
         "import os, sys, time\nfrom pathlib import Path\n"
         "from vllm_accprobe.gate.served_run import ServedRun, ServerCommand\n"
         f"command = ServerCommand((sys.executable, '-c', {POLITE!r}))\n"
-        f"with ServedRun(command, os.environ, log=Path({str(tmp_path / 'log')!r})) as run:\n"
+        f"with ServedRun('the run', command, os.environ, log=Path({str(tmp_path / 'log')!r})) as run:\n"
         "    while not run.tail(1): time.sleep(0.02)\n"
         "    print(run.tail(1)[0], flush=True)\n    time.sleep(600)\n"
     )
@@ -131,10 +133,10 @@ def test_settings_in_front_of_a_command(tmp_path: Path, shell: dict[str, str]) -
     shell["VLLM_SCRIPT"] = 'echo "$MODE|$FAULT|$1 $2 $3"; exit 4'
     before, command = dict(shell), """MODE= FAULT='{"kind": "a=b"}' vllm serve x=1 --port 0"""
     said = '''ended with exit code 4 before it served: |{"kind": "a=b"}|serve x=1 --port; read '''
-    with pytest.raises(NotServed, match=re.escape(said)), served(command, shell, tmp_path, 20):
+    with pytest.raises(NotServed, match=re.escape(said)), served("golden", command, shell, tmp_path, 20):
         pass
     assert shell == before
-    with pytest.raises(NotServed, match="variables and no program"), served("MODE=1", shell, tmp_path, 20):
+    with pytest.raises(NotServed, match="variables and no program"), served("golden", "MODE=1", shell, tmp_path, 20):
         pass
 
 
@@ -145,11 +147,11 @@ def test_a_start_is_not_silent_and_shows_no_key(
     line = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:1] args: s3cret"
     shell |= {"VLLM_API_KEY": "s3cret", "VLLM_SCRIPT": f"echo '{line}'; sleep 1.7; echo 'ValueError: s3cret'; exit 1"}
     quoted = r"exit code 1 before it served: ValueError: \$KEY; read"
-    with pytest.raises(NotServed, match=quoted), served("vllm serve M", shell, tmp_path, 20):
+    with pytest.raises(NotServed, match=quoted), served("golden", "vllm serve M", shell, tmp_path, 20):
         pass
     said = capsys.readouterr().err.splitlines()
     assert 2 <= len(said) <= 4
-    assert re.fullmatch(r"accprobe: engine-0 is starting: args: \$KEY \(\d s\)", said[-1])
+    assert re.fullmatch(r"accprobe: golden is starting: args: \$KEY \(\d s\)", said[-1])
 
 
 def test_a_server_that_dies_while_it_is_asked(tmp_path: Path, shell: dict[str, str]) -> None:
@@ -161,7 +163,7 @@ def test_a_server_that_dies_while_it_is_asked(tmp_path: Path, shell: dict[str, s
     shell["VLLM_SCRIPT"] = f'{sys.executable} -c "$CODE" "$3"'
     with (
         pytest.raises(ServerLost, match=r"^no answer; the server ended with exit code 1: RuntimeError: the device is "),
-        served("vllm serve M", shell | {"CODE": code}, tmp_path, 30),
+        served("golden", "vllm serve M", shell | {"CODE": code}, tmp_path, 30),
     ):
         raise ServerLost("no answer")
 

@@ -19,7 +19,7 @@ from online.online_runs import Run, ended, free_port, serve
 from opcheck.layer_dumps import build
 
 from vllm_accprobe.online import arrivals
-from vllm_accprobe.online.arrivals import FrameError
+from vllm_accprobe.online.arrivals import FrameError, Have, Hello, Refusal
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +110,16 @@ def test_a_rank_that_lies(tmp_path: Path) -> None:
     came before stays."""
     port = free_port()
     receive = serve(tmp_path / "out", port, "--max-gb", "0.001", "--ranks", "0")
-    hello = arrivals.words(arrivals.HELLO, {"protocol": 1, "rank": 0, "totals": None})
+    hello = arrivals.words(arrivals.HELLO, Hello(0))
     line = arrivals.placed(arrivals.JOURNAL_FRAME, 0, 0, b'{"event":"start","schema":1}\n')
     lies = {
         "segment 3 goes on at byte 1,152,921,504,606,846,976, where 0 are here":
             arrivals.placed(arrivals.DATA, 3, 1 << 60, b"x"),
         "segment 1,048,576 is beyond": arrivals.placed(arrivals.DATA, 1 << 20, 0, b"x"),
-        "the end is not where the journal ends": arrivals.words(arrivals.END, {"journal": 77}),
+        "the end is not where the journal ends": arrivals.words(arrivals.END, Have(77)),
         "budget of 0.001 GB for a rank is spent": [*arrivals.placed(arrivals.DATA, 0, 0, b"x" * 999_000),
                                                   *arrivals.placed(arrivals.DATA, 0, 999_000, b"x" * 99_000)],
-        "a piece that no sender sends": arrivals.words(arrivals.HELLO, {}),
+        "a piece that no sender sends": arrivals.words(arrivals.HELLO, Hello(0)),
     }  # fmt: skip
     with ended(receive):
         for said, parts in lies.items():
@@ -141,7 +141,7 @@ def test_what_a_line_brought_before_it_broke_stays(tmp_path: Path) -> None:
     receive = serve(tmp_path / "out", port, "--ranks", "0")
     with ended(receive):
         with socket.create_connection(("127.0.0.1", port), 5) as s:
-            hello = arrivals.words(arrivals.HELLO, {"protocol": 1, "rank": 0, "totals": None})
+            hello = arrivals.words(arrivals.HELLO, Hello(0))
             s.sendall(b"".join([*hello, *line, arrivals.head(arrivals.DATA, 99)]))
             s.shutdown(socket.SHUT_WR)
             while s.recv(1 << 16):  # closed with answers unread, the line would be reset, and lose what was on its way
@@ -189,13 +189,16 @@ def test_lengths_are_refused_before_they_are_read() -> None:
             list(arrivals.pieces(io.BytesIO(whole).read, cut))
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"1"])
-def test_words_are_one_object(body: bytes) -> None:
-    with pytest.raises(FrameError):
-        arrivals.json_in(body)
-
-
-@pytest.mark.parametrize("value", [-1, 1 << 60, 1.0, True, "1", None])
-def test_numbers_are_numbers(value: object) -> None:
-    with pytest.raises(FrameError, match="rank is no number from 0 to 9"):
-        arrivals.number({"rank": value}, "rank", 9)
+@pytest.mark.parametrize(("kind", "body", "said"), [
+    *((Have, body, "") for body in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"1", b'{"later": 1}')),
+    *((Hello, b'{"protocol": 1, "rank": %s}' % n, "rank is ") for n in (b"-1", b"65537", b"1.0", b"true", b'"1"')),
+    (Hello, b'{"protocol": 1}', "it has no rank"), (Hello, b'{"protocol": 2, "rank": 0}', "protocol is 2, not 1"),
+    (Hello, b'{"protocol": 1, "rank": 0, "totals": [1, -2]}', r"totals\[1\] is -2"),
+    (Have, b'{"journal": 1152921504606846976}', "journal is 1152921504606846976"),
+    (Have, b'{"journal": 0, "digest": 5}', "digest is 5"), (Have, b'{"segments": [[1]]}', r"segments\[0\] is \[1\]"),
+    (Have, b'{"segments": [[1, -1]]}', r"segments\[0\]\[1\] is -1"),
+    (Refusal, b'{"why": "x", "again": 1}', "again is 1"),
+])  # fmt: skip
+def test_words_are_those_of_the_protocol(kind: type, body: bytes, said: str) -> None:
+    with pytest.raises(FrameError, match=rf"its words are not this protocol's \(.*{said}"):
+        arrivals.said_in(kind, body)

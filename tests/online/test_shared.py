@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from opcheck.layer_dumps import build
 
-from vllm_accprobe.online.arrivals import ArrivedRanks, FrameError, MirrorError, RankMirror, digest_of
+from vllm_accprobe.online.arrivals import ArrivedRanks, FrameError, Have, MirrorError, RankMirror, digest_of
 from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import NotSent
 from vllm_accprobe.online.sending import RankSender
@@ -86,9 +86,7 @@ def test_it_grows_once_and_only_in_order(tmp_path: Path) -> None:
     mirror.journal(len(LINE), memoryview(b"{}\n"))
     mirror.close()  # as a kill: what waited comes again
     again = RankMirror(tmp_path, 3, 1 << 20)
-    assert again.have() == {
-        "journal": len(LINE), "digest": xxhash.xxh3_128_hexdigest(LINE), "segments": [[0, 8]],
-    }  # fmt: skip
+    assert again.have() == Have(len(LINE), xxhash.xxh3_128_hexdigest(LINE), ((0, 8),))
     again.data(0, 8, memoryview(b"ij"))
     again.journal(again.written, memoryview(b"{}\n"))
     again.sync()

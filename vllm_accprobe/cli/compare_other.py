@@ -137,13 +137,14 @@ def show_results(path: Path | None, judge: bool = False) -> None:
 def evaluation(path: Path | None) -> Any:
     """The answers of an evaluation's run (gate/evaluations.Side); None for another path, and for a folder with more
     names than a run has."""
+    from vllm_accprobe.dump.files import DumpError
     from vllm_accprobe.gate import evaluations
 
     if path is None or next(islice(path.rglob("*"), _NAMES, None), None) is not None:
         return None
     try:
         return evaluations.open_side(path)
-    except (evaluations.SamplesError, OSError):
+    except (evaluations.SamplesError, DumpError, OSError):
         return None
 
 

@@ -168,7 +168,7 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
         words, note = preflight.prepared(served)
     what = server_command(words, os.environ, how.port)
     command_line(what.words, os.environ)
-    prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
+    prompts = graph_proof.read_prompts(how.prompts)
     runs = Runs(os.environ, out)
     check_place(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

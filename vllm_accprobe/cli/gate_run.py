@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,15 @@ from vllm_accprobe.cli.output import report, say_notes, show
 from vllm_accprobe.config import default_dir
 from vllm_accprobe.gate import localize as by_hand
 from vllm_accprobe.gate import preflight, sides
-from vllm_accprobe.gate.localize import Localization, Localized, LocalizeError, LocalizePlan, Recapturing, Token
+from vllm_accprobe.gate.localize import (
+    KeptServers,
+    Localization,
+    Localized,
+    LocalizeError,
+    LocalizePlan,
+    Recapturing,
+    Token,
+)
 from vllm_accprobe.gate.measure import gating
 from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
@@ -50,15 +58,30 @@ class Opened:
 def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., list[dict[str, Any]]]) -> NoReturn:
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. what, localizing: gate.GateOptions,
     gate.LocalizeOptions; heal: gate_heal.heal."""
-    from vllm_accprobe.report import servers
-
     unnamed = what.out is None and not all(Path(side).is_dir() for side in (what.golden, what.mine, *what.floor))
     if unnamed:
         what = replace(what, out=Path("accprobe-gate") / Path(default_dir()).name)
-    out, as_json, gigabytes = what.out, what.as_json, localizing.localize_gb
+    out, gigabytes = what.out, localizing.localize_gb
     if localizing.localize and out is not None:
         _check_room(out, gigabytes)
-    opened = compare(what, sending, localizing.localize)
+        gigabytes = preflight.room_for(out, 2 * gigabytes) / 2
+    kept = KeptServers(root=(out or Path()) / LOCALIZED, gigabytes=gigabytes)
+    try:
+        verdict = _followed(what, localizing, sending, heal, kept, unnamed)
+    finally:
+        kept.close()
+    raise typer.Exit(CODES[verdict])
+
+
+def _followed(
+    what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., list[dict[str, Any]]], kept: KeptServers,
+    unnamed: bool,
+) -> str | None:  # fmt: skip
+    """The verdict, once all that follows from it is done and printed. kept: servers that may be captured."""
+    from vllm_accprobe.report import servers
+
+    out, as_json, gigabytes = what.out, what.as_json, localizing.localize_gb
+    opened = compare(what, sending, kept if localizing.localize else None)
     if unnamed:
         to_stderr(f"the answers are in {out}")
     result = opened.gate
@@ -75,19 +98,20 @@ def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., l
     if localizing.localize and result.verdict == "fail" and result.numbers != "fail":
         tell("dig: no number is further away than it may be with golden's token ids; there is nothing to capture")
     if localizing.localize and result.numbers == "fail":
-        failed = FailedGate(opened.golden, opened.mine, result.worst, (sides.side(what.golden), sides.side(what.mine)))
+        both = sides.side(what.golden), sides.side(what.mine)
+        failed = FailedGate(opened.golden, opened.mine, result.worst, both, kept)
         found = localize(failed, out, sending, gigabytes, tell)
         fields |= {} if found is None else {"dig": found.to_json()}
         if localizing.heal:
             fields["heal"] = heal(what, opened, found, sending, gigabytes, tell)
         keep()
     report(as_json, fields, ())
-    raise typer.Exit(CODES[result.verdict])
+    return result.verdict
 
 
-def compare(what: Any, sending: SendSettings, captured: bool = False) -> Opened:
-    """Makes what is no folder yet, golden first, and compares. what: gate.GateOptions; captured: both are captured
-    where they differ. Raises CommandError, NothingThere, and what the sides raise."""
+def compare(what: Any, sending: SendSettings, kept: KeptServers | None = None) -> Opened:
+    """Makes what is no folder yet, golden first, and compares. what: gate.GateOptions; kept: of a gate whose sides are
+    captured where they differ; mine starts last then. Raises CommandError, NothingThere, and what the sides raise."""
     golden, mine, out, dtype = what.golden, what.mine, what.out, what.floor_dtype
     try:
         left, right, *floor_sides = map(sides.side, (golden, mine, *what.floor))
@@ -107,21 +131,29 @@ def compare(what: Any, sending: SendSettings, captured: bool = False) -> Opened:
     environ, tell = dict(os.environ), bars(sending)
     named = {"golden": (left, place / "golden"), "mine": (right, place / "mine")}
     named |= {f"floor {i}": (side, place / f"floor-{i}") for i, side in enumerate(floor_sides)}
-    sides.check(named, sending, environ, captured, lambda line: say_notes([line]))
+    sides.check(named, sending, environ, kept is not None, lambda line: say_notes([line]))
     if out is not None:
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the answers are", out)
-    first = sides.made("golden", left, place / "golden", sending, None, tell, environ)
-    second = sides.made("mine", right, place / "mine", sending, first, tell, environ)
-    made = []
-    for i, side in enumerate(floor_sides):
-        sent = sides.made(f"floor {i}", side, place / f"floor-{i}", sending, first, tell, environ)
-        if gating.has_numbers(first, sent):
-            made.append((sent, str(side)))
-        else:
-            to_stderr(f"note: floor {i} ({side}) has no numbers for some tokens: it is left out")
-    if left.kind == COMMAND and not floor_sides and not what.no_floor:
-        made += _own_floor(left, right, dtype, place, sending, first, environ)
+    servers, own = kept or KeptServers(), left.kind == COMMAND and not floor_sides and not what.no_floor
+    if kept is not None:
+        started = [side.text for side in floor_sides if side.kind == COMMAND]
+        kept.sides = sides.kept(left, right, [*started, *([left.text] if own else [])], environ)
+    first = sides.made("golden", left, place / "golden", sending, None, tell, environ, servers)
+
+    def sent_floors() -> list[tuple[Sent, str]]:
+        made = []
+        for i, side in enumerate(floor_sides):
+            sent = sides.made(f"floor {i}", side, place / f"floor-{i}", sending, first, tell, environ, servers)
+            if gating.has_numbers(first, sent):
+                made.append((sent, str(side)))
+            else:
+                to_stderr(f"note: floor {i} ({side}) has no numbers for some tokens: it is left out")
+        return made + (_own_floor(left, right, dtype, place, sending, first, environ) if own else [])
+
+    made = sent_floors() if servers.sides else []
+    second = sides.made("mine", right, place / "mine", sending, first, tell, environ, servers)
+    made = made if servers.sides else sent_floors()
     try:
         result = gating.compare(
             first, second, [sent for sent, _ in made], gating.RATE if what.rate is None else what.rate
@@ -154,7 +186,9 @@ def _own_floor(
     for i, one in enumerate(selected):
         side = ServerSide(COMMAND, sides.command(golden.text, one))
         try:
-            sent = sides.made("floor 0", side, out / f"floor-{i}", sending, first, bars(sending), environ)
+            sent = sides.made(
+                "floor 0", side, out / f"floor-{i}", sending, first, bars(sending), environ, KeptServers()
+            )
         except NotServed as e:
             refused.append(f"{one}: {e}")
             continue
@@ -180,12 +214,14 @@ LOCALIZED = "dig"
 
 @dataclass(frozen=True)
 class FailedGate:
-    """What is left of a gate that failed: both sides' answers, tokens beyond their limits, the sides as typed."""
+    """What is left of a gate that failed: both sides' answers, tokens beyond their limits, the sides as typed, and the
+    servers that still run."""
 
     golden: Sent
     mine: Sent
     worst: Sequence[Token]
     commands: tuple[ServerSide, ServerSide]
+    kept: KeptServers = field(default_factory=KeptServers)
 
 
 def localize(
@@ -226,12 +262,15 @@ def _captured(
     environ = dict(os.environ)
     sides_left = 2 - len(done.done)
     room = preflight.room_for(root, sides_left * gigabytes) / sides_left if sides_left else gigabytes
-    how = Recapturing(room, sending.timeout, sending.ready_s, sending.model, environ, bars(sending), sending.say)
-    for side, command in (("golden", golden.text), ("mine", mine.text)):
+    how = Recapturing(
+        room, sending.timeout, sending.ready_s, sending.model, environ, bars(sending), sending.say, gate.kept
+    )
+    # One that runs already goes first: it may have the device that the other one needs.
+    order = sorted((("golden", golden.text), ("mine", mine.text)), key=lambda side: not gate.kept.runs(side[0]))
+    for i, (side, command) in enumerate(order):
         done.capture(side, command, gate.golden, how)
-        if side == "golden":
-            for line in servers.planned(done.plan):
-                say(line)
+        for line in servers.planned(done.plan) if not i else ():
+            say(line)
     return done
 
 

@@ -83,9 +83,10 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
                 from vllm_accprobe.gate.served_run import served
 
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
-                url, key = stack.enter_context(served(engine, os.environ, out, of.ready, of.say()))
+                server = stack.enter_context(served("the server", engine, os.environ, out, of.ready, of.say())).command
+                url, key = server.url, server.key
             with waiting(lambda: "send: asking what the server can", of.say()):
-                sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
+                sender, about = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
                 if golden is not None:
                     passes.check_vocabulary(sender, golden)
                 plan = passes.planned(sender, digest, len(arrivals), of.score, begun)
@@ -93,7 +94,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
             tell = stack.enter_context(progress("send", total, steps=True, pace=of.say()))
             made = passes.made_by(what.prompts if along is None else along.name)
             chats = rendering.chats(lines) if golden is None else rendering.sent_chats(golden.path)
-            done = passes.send(sender, server, lines, arrivals, concurrency, out, made, tell, plan, chats=chats)
+            done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan, chats=chats)
     except OtherIds as e:
         raise NothingThere(str(e)) from None
     except NotServed as e:

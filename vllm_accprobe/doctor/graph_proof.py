@@ -30,8 +30,9 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
+from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import Sender, SendError
-from vllm_accprobe.gate.sending.prompts import PromptsError
+from vllm_accprobe.gate.sending.prompts import PromptLine, PromptsError
 from vllm_accprobe.gate.served_run import ServedRun, ServerCommand
 from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.waiting import waiting
@@ -45,61 +46,27 @@ PROMPTS = (
 """chosen: short, of several lengths, in words and in code."""
 LOGPROBS = 5
 _MOST_PROMPTS = 256
-_MOST_BYTES = 4 << 20
-
-Prompt = str | tuple[int, ...]
 
 
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """A prompt on each line: JSON (a text, a list of token ids, or an object with ``prompt`` or ``prompt_token_ids``)
-    or, where the line is none, the line itself. Raises PromptsError; OSError."""
-    with open(path, "rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise PromptsError(f"{path}: more than {_MOST_BYTES >> 20} MB of prompts")
-    found = [_prompt(line, path, number) for number, line in enumerate(data.decode(errors="replace").splitlines(), 1)
-             if line.strip()]  # fmt: skip
-    if not found or len(found) > _MOST_PROMPTS:
-        raise PromptsError(f"{path}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
-    return tuple(found)
+def read_prompts(source: str | None) -> list[PromptLine]:
+    """As `accprobe send` reads them; None: the PROMPTS above. Raises PromptsError, OSError."""
+    found = [PromptLine("", text) for text in PROMPTS] if source is None else prompts_file.read(source)
+    if len(found) > _MOST_PROMPTS:
+        raise PromptsError(f"{source}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
+    return found
 
 
-def _prompt(line: str, path: Path, number: int) -> Prompt:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return line
-    if isinstance(value, dict):
-        value = value.get("prompt", value.get("prompt_token_ids"))
-    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
-        return tuple(value)
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, (int, float)):  # a line of plain text that happens to be a number
-        return line
-    raise PromptsError(
-        f"{path}, line {number}: neither a text nor a list of token ids, nor an object with `prompt`"
-    )
-
-
-def hashes(sender: Sender, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
-    """A hash of each answer: its texts, tokens and log-probabilities. Raises SendError."""
-    sender, about = sender.introduced()
+def hashes(sender: Sender, prompts: Sequence[PromptLine]) -> list[str]:
+    """A hash of each answer: its tokens and log-probabilities. Raises SendError."""
+    sender, _ = sender.introduced()
     found = []
-    for number, prompt in enumerate(prompts):
-        body = {
-            "model": about["model"], "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "logprobs": LOGPROBS, "ignore_eos": True,
-        }  # fmt: skip
-        name = f"accprobe-doctor-{number}"
-        status, answer = sender.exchange("POST", "/v1/completions", body, name)
-        if status != 200:  # the answer may hold the request's text
-            raise SendError(f"request {name}: the server says {status}")
-        try:
-            choices = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
-        except (KeyError, TypeError, AttributeError):
-            raise SendError(f"request {name}: the answer has no choices") from None
-        found.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest())
+    for number, line in enumerate(prompts):
+        line = replace(line, name=f"accprobe-doctor-{number}", parameters={**line.parameters, "ignore_eos": True})
+        reply = sender.ask(line, line.name, {}, time.monotonic())
+        if reply.refused is not None:
+            raise SendError(f"request {line.name}: {reply.refused}")
+        answer = [reply.token_ids, reply.logprobs, reply.top, reply.finish]
+        found.append(hashlib.sha256(json.dumps(answer).encode()).hexdigest())
     return found
 
 
@@ -209,7 +176,7 @@ def _spelt(ranges: Ranges) -> str:
 
 
 def carry_out(
-    run: TapRun, command: ServerCommand, prompts: Sequence[Prompt], max_tokens: int, timeout: float
+    run: TapRun, command: ServerCommand, prompts: Sequence[PromptLine], max_tokens: int, timeout: float
 ) -> list[str]:
     """Hashes of a server's answers, none for a program. timeout: seconds until the run is given up.
 
@@ -217,10 +184,11 @@ def carry_out(
     """
     until = time.monotonic() + timeout
     run.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = f"run `{run.name}`"
     try:
-        with ServedRun(command, run.environ, log=run.log) as process:
+        with ServedRun(name, command, run.environ, log=run.log) as process:
             if not command.url:
-                with waiting(lambda: f"run `{run.name}`"):
+                with waiting(lambda: name):
                     code = process.wait(timeout)
                 if code is None:
                     raise SendError(
@@ -230,14 +198,12 @@ def carry_out(
                     raise SendError(f"the command ended with exit code {code}{process.why()}")
                 return []
             process.ready(until, "--timeout")
-            sender = Sender(command.url, command.key, timeout=max(until - time.monotonic(), 1.0))
-            try:
-                with waiting(lambda: f"run `{run.name}` is sent prompts"):
-                    return hashes(sender, prompts, max_tokens)
-            except SendError as error:
-                raise SendError(f"{error}{process.lost()}") from None
+            left = max(until - time.monotonic(), 1.0)
+            sender = Sender(command.url, command.key, timeout=left, top=LOGPROBS, max_tokens=max_tokens)
+            with process.asked(), waiting(lambda: f"{name} is sent prompts"):
+                return hashes(sender, prompts)
     except SendError as error:
-        raise SendError(f"run `{run.name}`: {error}") from None
+        raise SendError(f"{name}: {error}") from None
 
 
 SAMPLER, TOKEN = "sampler", "output.token"
@@ -296,8 +262,17 @@ class Effect:
     @property
     def same(self) -> bool | None:
         """Whether no bit differs; None where nothing was compared."""
-        known = [spot.same for spot in (self.tokens, self.top_logits, self.logits, self.root) if spot.same is not None]
+        known = [spot.same for spot in self.spots.values() if spot.same is not None]
         return all(known) if known else None
+
+    @property
+    def spots(self) -> dict[str, Tally]:
+        return {"tokens": self.tokens, "top_logits": self.top_logits, "logits": self.logits, "root": self.root}
+
+    def figures(self) -> dict[str, Any]:
+        """Of JSON: whether each differs, and the root's distance."""
+        differing = {name: differs(spot.same) for name, spot in self.spots.items()}
+        return {**differing, "root_rel_l2": number(self.root.rel_l2)}
 
 
 @dataclass(frozen=True)
@@ -571,7 +546,9 @@ class Prover:
         again = self._do(self._runs.off(AGAIN))
         on = self._do(self._runs.on())
         if not on.taps:
-            return self._end(UNKNOWN, f"no taps were placed: {_refusal(self._bits[on.name].dump)}", again.same)
+            skips = self._bits[on.name].dump.skips
+            why = next((skip.reason for skip in skips if skip.tap == ROOT_TAP), "the dump does not say why")
+            return self._end(UNKNOWN, f"no taps were placed: {why}", again.same)
         dump = self._bits[on.name].dump
         steps = sorted({step for _, step in dump.steps})
         selected = self._do(self._runs.selected(recorded(dump), steps, everywhere=on.graphs.get("set") == "full"))
@@ -614,7 +591,8 @@ class Prover:
             parting = first_difference(on, bits) if on is not None and on is not bits else None
             ran = replace(ran, outcome=result, same_answers=same, parting=parting)
         self._ran.append(ran)
-        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps" + _sameness(ran))
+        sameness = "" if ran.same is None else ", the same bits as off" if ran.same else ", OTHER BITS than off"
+        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps{sameness}")
         return ran
 
     # --- which module ------------------------------------------------------------------------------------------
@@ -708,19 +686,10 @@ def _nothing(dump: Dump) -> str:
     return ""
 
 
-def _refusal(dump: Dump) -> str:
-    return next((skip.reason for skip in dump.skips if skip.tap == ROOT_TAP), "the dump does not say why")
-
-
 def _amended(ran: TapRunResult, repeats: bool, module: str | None) -> dict[str, Any]:
     """``engine.graphs.changed`` of a run with taps: what they changed."""
-    result = ran.outcome
-    assert result is not None
-    changed: dict[str, Any] = {
-        "tokens": differs(result.tokens.same), "top_logits": differs(result.top_logits.same),
-        "logits": differs(result.logits.same), "root": differs(result.root.same),
-        "root_rel_l2": number(result.root.rel_l2), "against": "off", "repeats": repeats,
-    }  # fmt: skip
+    assert ran.outcome is not None
+    changed = {**ran.outcome.figures(), "against": "off", "repeats": repeats}
     return changed | ({"module": module} if module else {})
 
 
@@ -732,10 +701,6 @@ def differs(same: bool | None) -> bool | None:
 def number(value: float | None) -> float | None:
     """As JSON can say it."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _sameness(ran: TapRunResult) -> str:
-    return "" if ran.same is None else ", the same bits as off" if ran.same else ", OTHER BITS than off"
 
 
 def _minutes(seconds: float) -> str:
@@ -796,11 +761,9 @@ def to_json(proof: TapProof) -> dict[str, Any]:
 
 def _run(ran: TapRunResult) -> dict[str, Any]:
     said, parting = ran.outcome, ran.parting
-    figures = None if said is None else {
-        "tokens": differs(said.tokens.same), "top_logits": differs(said.top_logits.same),
-        "logits": differs(said.logits.same), "root": differs(said.root.same),
-        "root_rel_l2": number(said.root.rel_l2), "answers": differs(ran.same_answers),
-        "rows": said.root.rows, "rows_behind_a_token": said.behind, "same_batches": said.batches,
+    figures = None if said is None else said.figures() | {
+        "answers": differs(ran.same_answers), "rows": said.root.rows, "rows_behind_a_token": said.behind,
+        "same_batches": said.batches,
     }  # fmt: skip
     return {
         "name": ran.name, "dump": ran.place, "seconds": round(ran.seconds, 1), "set": ran.graphs.get("set"),
@@ -817,9 +780,9 @@ def _table(runs: tuple[TapRunResult, ...]) -> list[str]:
     rows = [list(_HEAD)]
     for ran in runs:
         result = ran.outcome
-        spots = ["-"] * 5 if result is None else [
-            *map(_cell, (result.tokens, result.top_logits, result.logits, result.root)), _figure(result.root.rel_l2),
-        ]  # fmt: skip
+        spots = ["-"] * 5
+        if result is not None:
+            spots = [*map(_cell, result.spots.values()), _figure(result.root.rel_l2)]
         taps = str(ran.taps) + (f" ({ran.graphs.get('set')})" if ran.taps else "")
         rows.append([ran.name, taps, *spots, str(ran.graphs.get("key") or "-")[:8], f"{ran.seconds:.0f} s"])
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]

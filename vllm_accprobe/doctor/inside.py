@@ -1,40 +1,29 @@
 """Runs in a subprocess: imports vLLM and prints, as one JSON line, what only an import can tell.
 
 The problem: importing vLLM may print, hang or crash. The idea: a process whose last line is JSON after a marker; every
-question has a value or the error it met. Not here: what the answers mean (checks.py).
+question has a value or the error it met. Which names are needed, the declaration says (capture/vllm/relied_on.py). Not
+here: what the answers mean (checks.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_accprobe.capture.vllm.relied_on import PLACES, Release, VllmPlace
+
 MARKER = "accprobe-doctor:"
-
-WORKER = ("vllm.v1.worker.worker_base", "vllm.worker.worker_base")
-RUNNERS = {
-    "V1": (
-        "vllm.v1.worker.gpu_model_runner",
-        ("load_model", "execute_model", "get_model"),
-        ("self.input_batch", "self.requests", "self.positions"),
-    ),
-    "V2": ("vllm.v1.worker.gpu.model_runner", ("load_model", "execute_model", "prepare_inputs"), ("self.req_states",)),
-}
-"""Module of each runner's GPUModelRunner, the methods that capture wraps, and what it reads from the instance."""
-
-FIELDS = {
-    "SchedulerOutput": (
-        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
-        "scheduled_encoder_inputs", "finished_req_ids",
-    ),
-    "NewRequestData": ("req_id", "prompt_token_ids", "num_computed_tokens"),
-    "CachedRequestData": ("req_ids", "num_computed_tokens"),
-}  # fmt: skip
+WORKER, ARGUMENTS = "the worker's wrapper", "the engine's arguments"
+RUNNERS = {"V1": ("the V1 runner",), "V2": ("the V2 runner", "V2's batch", "V2's request states")}
+SCHEDULER = ("SchedulerOutput", "NewRequestData", "CachedRequestData")
+"""Places of the declaration."""
 
 
 def main() -> None:
@@ -46,8 +35,8 @@ def main() -> None:
         ("worker", _worker),
         ("runners", _runners),
         ("default_runner", _default_runner),
-        ("scheduler", _scheduler),
-        ("engine_args", _engine_args),
+        ("scheduler", lambda: _all_lacking(*SCHEDULER)),
+        ("engine_args", lambda: _all_lacking(ARGUMENTS)),
         ("capture", _capture),
     ):
         answers[name] = _answer(question)
@@ -82,47 +71,66 @@ def _platform() -> dict[str, Any]:
     }
 
 
+def _named(*names: str) -> list[VllmPlace]:
+    """The places with these names that the release at hand has."""
+    return [place for place in PLACES if place.name in names and place.due(release_of(_version()))]
+
+
+def release_of(version: str) -> Release | None:
+    """``0.32.0+cpu`` → (0, 32, 0); None for a development version."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d*\.?dev)", version)
+    return tuple(int(n or 0) for n in found.groups()) if found else None
+
+
+def _there(place: VllmPlace) -> str:
+    """The module and class of the first of a place's modules that is there, "" for none."""
+    for at in place.at:
+        with contextlib.suppress(ImportError):  # of a package above it
+            if importlib.util.find_spec(at.partition(":")[0]) is not None:
+                return at
+    return ""
+
+
+def _lacking(place: VllmPlace, release: Release | None) -> list[str]:
+    """Without what of a place there is no capture, as far as it is not there: members, fields, attributes that a method
+    sets. Raises whatever importing it does."""
+    module, _, name = _there(place).partition(":")
+    cls = getattr(importlib.import_module(module), name, None) if module else None
+    if cls is None:
+        return [name or place.at[0]]
+    have, source = {*dir(cls), *getattr(cls, "__dataclass_fields__", ())}, ""
+    for base in cls.__mro__:
+        with contextlib.suppress(OSError, TypeError):  # no source, as of what is built in
+            source += inspect.getsource(base)
+    needs = [need for need in place.needs if need.loss in _DECISIVE and need.due(release)]
+    return [
+        f"{name}.{'/'.join(need.names)}" for need in needs
+        if not any(one in have or re.search(rf"\bself\.{one}\b", source) for one in need.names)
+    ]  # fmt: skip
+
+
+_DECISIVE = {place.loss for place in PLACES if place.name in (WORKER, ARGUMENTS, *SCHEDULER)}
+"""What follows from a missing name where nothing can be captured, or no row can be told."""
+
+
 def _worker() -> str:
-    for name in WORKER:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        if callable(getattr(getattr(module, "WorkerWrapperBase", None), "init_device", None)):
-            return name
-    raise LookupError(f"no WorkerWrapperBase.init_device in {' or '.join(WORKER)}")
+    (place,) = _named(WORKER)
+    if lacking := _lacking(place, release_of(_version())):
+        raise LookupError(f"no {', '.join(lacking)} in {' or '.join(at.partition(':')[0] for at in place.at)}")
+    return _there(place).partition(":")[0]
 
 
 def _runners() -> dict[str, dict[str, Any]]:
-    return {name: _runner(*spec) for name, spec in RUNNERS.items()}
+    return {name: _runner(_named(*places), release_of(_version())) for name, places in RUNNERS.items()}
 
 
-def _runner(module: str, methods: Sequence[str], reads: Sequence[str]) -> dict[str, Any]:
-    try:
-        if importlib.util.find_spec(module) is None:
-            return {"there": False}
-    except ImportError:
+def _runner(places: Sequence[VllmPlace], release: Release | None) -> dict[str, Any]:
+    if not places or not _there(places[0]):
         return {"there": False}
     try:
-        imported = importlib.import_module(module)
-        cls = imported.GPUModelRunner
-        source = inspect.getsource(cls) if reads else ""
+        return {"there": True, "missing": [name for place in places for name in _lacking(place, release)]}
     except Exception as error:
         return {"there": True, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    missing = [m for m in methods if not callable(getattr(cls, m, None))]
-    missing += [r for r in reads if r not in source]
-    return {"there": True, "missing": missing + ([] if hasattr(cls, "_prepare_inputs") else _batch(imported))}
-
-
-def _batch(runner: Any) -> list[str]:
-    """What V2 runner module ``runner`` lacks to tell its rows: fields of its InputBatch, and prompts' lengths."""
-    from vllm_accprobe.capture.vllm.vllm_compat import BATCH_FIELDS, PREFILL, SLOTS
-
-    have = getattr(runner.InputBatch, "__dataclass_fields__", {})
-    missing = [f"InputBatch.{name}" for name in BATCH_FIELDS if name not in have]
-    states = getattr(runner, "RequestState", None)
-    has_slots = SLOTS in have and states is not None and "self.prefill_len" in inspect.getsource(states)
-    return missing + ([] if PREFILL in have or has_slots else [f"InputBatch.{PREFILL} and RequestState.prefill_len"])
 
 
 def _default_runner() -> str:
@@ -137,21 +145,8 @@ def _default_runner() -> str:
     return "V2 or V1, by model" if triton else "V1"
 
 
-def _scheduler() -> list[str]:
-    """Fields that capture reads and this release lacks."""
-    module = importlib.import_module("vllm.v1.core.sched.output")
-    missing = []
-    for cls, names in FIELDS.items():
-        have = getattr(getattr(module, cls), "__dataclass_fields__", {})
-        missing += [f"{cls}.{name}" for name in names if name not in have]
-    return missing
-
-
-def _engine_args() -> list[str]:
-    args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
-    missing = [] if callable(getattr(args, "create_engine_config", None)) else ["create_engine_config"]
-    have = getattr(args, "__dataclass_fields__", {})
-    return missing + [name for name in ("enforce_eager", "compilation_config") if name not in have]
+def _all_lacking(*names: str) -> list[str]:
+    return [name for place in _named(*names) for name in _lacking(place, release_of(_version()))]
 
 
 def _capture() -> str:

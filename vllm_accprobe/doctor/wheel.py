@@ -28,6 +28,7 @@ from typing import IO, Any, cast
 
 from vllm_accprobe.capture.vllm.relied_on import MODES, PLACES, V1, V2, WORKER, Mode, Need, Release, VllmPlace
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING, Finding, release
+from vllm_accprobe.doctor.inside import release_of
 
 MOST_FILES = 60_000
 """chosen: vLLM 0.33's wheel has about 6,000 entries."""
@@ -487,8 +488,7 @@ class Wheels:
     @property
     def release(self) -> Release | None:
         """Of the vLLM; None for a development version."""
-        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d*\.?dev)", self.base.version)
-        return tuple(int(n or 0) for n in found.groups()) if found else None
+        return release_of(self.base.version)
 
 
 def wheel_pair(packages: Sequence[Package]) -> Wheels:

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump.files import MAX_LINE, DumpError
+from vllm_accprobe.formats.common.result_tables import bounded_line
 from vllm_accprobe.judge import distributions, statistic
 
 Place = tuple[Path, int]
@@ -363,6 +365,11 @@ def response(place: Place, documents: Documents | None = None) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "seed")  # fmt: skip
+"""Generation arguments that go to a server under the same name."""
+
+
 def _harness_requests(line: Item) -> list[dict[str, Any]]:
     """A request that generates: its text or messages, with its limit and stops. A choice that was scored: context and
     continuation as one text, of which one more token is asked, because what was scored are the prompt's own tokens."""
@@ -398,7 +405,7 @@ def _asked(first: Any) -> dict[str, Any] | None:
 
 
 def _limits(how: dict[str, Any]) -> dict[str, Any]:
-    """max_tokens and stop of a request's generation arguments. Temperature is not taken over: `send` has its own."""
+    """max_tokens, stop and the sampling of a request's generation arguments, in `send`'s words."""
     limit = next(
         (how[k] for k in ("max_gen_toks", "max_tokens", "max_new_tokens") if isinstance(how.get(k), int)), None
     )
@@ -407,11 +414,10 @@ def _limits(how: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
     if isinstance(stop, list) and stop and all(isinstance(s, str) and s for s in stop):
         out["stop"] = stop
-    return out
+    sampling = {k: v for k, v in how.items() if k in _SAMPLING and number(v) is not None and not isinstance(v, bool)}
+    return out | sampling
 
 
-_HEAD = 1 << 24
-"""A first line, at most."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -420,7 +426,7 @@ def _has_lines(path: Path) -> bool:
     counted later. Anything else is one document."""
     with path.open("rb") as f:
         for _ in range(1000):
-            if not (raw := f.readline(_HEAD)):
+            if not (raw := f.readline(MAX_LINE)):
                 break
             line = raw.strip().removeprefix(_BOM)
             if line in (b"{", b"["):
@@ -464,10 +470,10 @@ def _items(path: Path, named: bool) -> Iterator[tuple[int, Item, Shape | str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the line) of each that is not empty."""
+    """(where it begins, the line) of each that is not empty. Raises OSError, DumpError for one that is too long."""
     start = 0
     with path.open("rb") as f:
-        for raw in f:
+        while raw := bounded_line(f, path):
             if stripped := raw.strip():
                 yield start, stripped.removeprefix(_BOM)
             start += len(raw)
@@ -553,7 +559,7 @@ class Documents:
             return self._read[path][-1 - start]
         with path.open("rb") as f:
             f.seek(start)
-            item = parse(f.readline().strip().removeprefix(_BOM))
+            item = parse(bounded_line(f, path).strip().removeprefix(_BOM))
         shape = next(shape for shape in SHAPES if shape.fits(item))
         other = _beside(path, shape.mirrors)
         for _, raw in _lines(other) if other != path and other.is_file() else ():
@@ -654,7 +660,7 @@ def _folder(path: Path, side: Side) -> None:
         for file, task in _newest(path, chosen, side):
             try:
                 first[file.parent, task] += _read(file, side, first[file.parent, task] if task else 0, task)
-            except SamplesError:
+            except (SamplesError, DumpError):
                 side.left_out["files that are no json"] += 1
         if side.answers:
             _one_model(path, [a.place[0] for a in side.answers])

@@ -1,11 +1,12 @@
 """From a gate that failed to an operator: which rows are captured on both sides, and what their comparison says.
 
 The problem: a capture of everything does not fit on a disk; the worst token's own row may only show what an earlier row
-left in the KV cache; and a fault may need its batch, its chunks or a cached prefix. The idea: the command is started
-with the probe disarmed and sent every prompt up to the target's pass, in the same pattern and along golden's tokens;
-before each pass the control file says which requests are captured: a few whole ones, and those that filled their prefix
-cache. A row's size is measured first; what exceeds the budget is left out in a fixed order, each with a sentence. Where
-a side cannot be started here, the same is printed as commands. The answers while captured show whether the fault did.
+left in the KV cache; a fault may need its batch, its chunks or a cached prefix; and a start takes minutes. The idea: a
+server with the probe on and disarmed is sent every prompt up to the target's pass, in the same pattern and along
+golden's tokens; before each pass the control file says which requests are captured: a few whole ones, and those that
+filled their prefix cache. An eager server of the gate is kept for it (`KeptServers`); a cache salt makes it as fresh as
+one that is started. A row's size is measured first; what exceeds the budget is left out in a fixed order, each with a
+sentence. Where a side cannot be started here, the same is printed as commands.
 
 Not here: which tokens are worst (measure/gating.py), comparing (comparison/), sentences (report/servers.py).
 """
@@ -13,17 +14,19 @@ Not here: which tokens are worst (measure/gating.py), comparing (comparison/), s
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmSelection, literal
+from vllm_accprobe.dump.decode import DecodeError, load
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS
 from vllm_accprobe.gate.measure.token_gaps import gaps
@@ -32,7 +35,7 @@ from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.served_run import served
+from vllm_accprobe.gate.served_run import ServedRun, served
 from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.waiting import USUAL, Pace, waiting
 from vllm_accprobe.whole_file import write_private
@@ -111,12 +114,14 @@ class LocalizePlan:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LocalizePlan:
-        """Raises KeyError, TypeError, ValueError for what ``to_json`` has not made."""
-        lists = [{**w, "names": tuple(w["names"]), "prompts": tuple(w["prompts"])} for w in value["windows"]]
-        windows = tuple(Window(**w) for w in lists)
-        return cls(LocalizeTarget(**value["target"]), windows, tuple(value["words"]), tuple(value["left"]))
+
+@dataclass(frozen=True)
+class PlanFile:
+    """plan.json. key: what must be the same where it is gone on with; done: sides."""
+
+    key: dict[str, Any]
+    plan: LocalizePlan
+    done: list[str]
 
 
 def choose(golden: Sent, mine: Sent, worst: Sequence[Token]) -> LocalizePlan:
@@ -244,6 +249,7 @@ def settings(plan: LocalizePlan, side: str, gigabytes: float) -> str:
 
 
 PLAN = "plan.json"
+_MOST_OF_PLAN = 64 << 20
 MEASURED = "accprobe-dig"
 """The name of the request with which a row is measured."""
 SPARE = 0.95
@@ -260,7 +266,7 @@ class LocalizeError(Exception):
 
 @dataclass(frozen=True)
 class Recapturing:
-    """gigabytes: disk budget of a rank. timeout, ready_s, model, say: as of `SendSettings`."""
+    """gigabytes: disk budget of a rank. timeout, ready_s, model, say: as of `SendSettings`. kept: servers that run."""
 
     gigabytes: float
     timeout: float
@@ -269,6 +275,7 @@ class Recapturing:
     environ: Mapping[str, str]
     progress: Progress
     say: Pace = USUAL
+    kept: KeptServers = field(default_factory=lambda: KeptServers())
 
 
 def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[str, str]:
@@ -278,6 +285,71 @@ def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[s
                 "VLLM_ACCPROBE_MAX_GB": f"{gigabytes:g}"}  # fmt: skip
     allow_plugin(environ)
     return environ
+
+
+class KeptServers:
+    """Servers of a gate that run until its verdict, with the probe on and disarmed: a side that differs is armed and
+    asked again. sides: golden, mine or both; root: where their dumps go; gigabytes: disk budget of a rank."""
+
+    def __init__(self, sides: Collection[str] = (), root: Path = Path(), gigabytes: float = 0.0):
+        self.sides, self._root, self._gigabytes = sides, root, gigabytes
+        self._runs: dict[str, tuple[ServedRun, ExitStack]] = {}
+
+    @contextmanager
+    def serve(
+        self, side: str, command: str, environ: Mapping[str, str], out: Path, ready_s: float, say: Pace
+    ) -> Iterator[ServedRun]:
+        """As `served`; a side that is kept runs on after the context."""
+        if side not in self.sides:
+            with served(side, command, environ, out, ready_s, say) as run:
+                yield run
+            return
+        dump = self._root / side
+        shutil.rmtree(dump, ignore_errors=True)
+        dump.mkdir(mode=0o700, parents=True)
+        stack = ExitStack()
+        run = stack.enter_context(
+            served(side, command, environment(environ, dump, self._gigabytes), out, ready_s, say)
+        )
+        self._runs[side] = run, stack
+        with run.asked():
+            yield run
+
+    def runs(self, side: str) -> bool:
+        return side in self._runs
+
+    @contextmanager
+    def taken(self, side: str) -> Iterator[ServedRun]:
+        """The server of a side, which is ended with the context. The steps of the gate's answers stay as they are."""
+        run, stack = self._runs.pop(side)
+        steps = {path: path.stat().st_size for path in run.log.parent.glob("steps-*/*.jsonl")}
+        try:
+            with run.asked():
+                yield run
+        finally:
+            stack.close()
+            for path, size in steps.items():
+                os.truncate(path, size)
+
+    def close(self) -> None:
+        """Ends what nobody has taken; of that nothing was captured."""
+        for side in [*self._runs]:
+            with self.taken(side):
+                pass
+            shutil.rmtree(self._root / side, ignore_errors=True)
+            with suppress(OSError):
+                self._root.rmdir()
+
+
+_SALT = "accprobe-dig"
+
+
+def salted(lines: Sequence[PromptLine]) -> list[PromptLine]:
+    """With a cache salt of a capture: no prefix that was computed before it is found, those within it are."""
+    return [
+        replace(one, parameters={**one.parameters, "cache_salt": f"{_SALT} {one.parameters.get('cache_salt', '')}"})
+        for one in lines
+    ]
 
 
 class Localization:
@@ -292,7 +364,7 @@ class Localization:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (root / PLAN).exists():
             self._go_on()
-        elif any(root.iterdir()):
+        elif any(path.name not in ("golden", "mine") for path in root.iterdir()):
             raise LocalizeError(f"{root} has other files: name another --out")
         self._write()
 
@@ -304,38 +376,39 @@ class Localization:
 
     def _go_on(self) -> None:
         try:
-            was = json.loads((self.root / PLAN).read_bytes())
-            same = was["key"] == self._key
-            plan, done = LocalizePlan.from_json(was["plan"]), [str(s) for s in was["done"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            was = load(PlanFile, self.root / PLAN, _MOST_OF_PLAN, {"schema": 1})
+        except DecodeError:
             raise LocalizeError(f"{self.root / PLAN} is not of a dig: name another --out") from None
-        if same:
-            self.plan, self.done = plan, [s for s in done if (self.dump(s) / "run.json").exists()]
+        if was.key == self._key:
+            self.plan, self.done = was.plan, [s for s in was.done if (self.dump(s) / "run.json").exists()]
 
     def _write(self) -> None:
-        text = json.dumps({"schema": 1, "key": self._key, "plan": self.plan.to_json(), "done": self.done}, indent=1)
-        write_private(self.root / PLAN, text + "\n")
+        file = {"schema": 1, **asdict(PlanFile(self._key, self.plan, self.done))}
+        write_private(self.root / PLAN, json.dumps(file, indent=1) + "\n")
 
     def capture(self, side: str, command: str, golden: Sent, how: Recapturing) -> None:
         """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, TeacherForcingError,
         LocalizeError, OSError."""
-        if side in self.done:
+        kept = how.kept.runs(side)
+        if side in self.done and not kept:
             return
         dump, sent = self.dump(side), self.sent(side)
-        for old in (dump, sent):
+        for old in (sent,) if kept else (dump, sent):
             shutil.rmtree(old, ignore_errors=True)
             old.mkdir(mode=0o700)
-        lines = passes.forced_lines(golden)
+        lines = salted(passes.forced_lines(golden))
         settings = golden.about.get("settings", {})
         arrivals = [parse(word) for word in self.plan.words if word != passes.SCORE]
         score = passes.SCORE in self.plan.words
         with ExitStack() as stack:
             environ = environment(how.environ, dump, how.gigabytes)
-            url, key = stack.enter_context(served(command, environ, sent, how.ready_s, how.say))
-            sender = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
+            start = how.kept.taken(side) if kept else served(side, command, environ, sent, how.ready_s, how.say)
+            run = stack.enter_context(start)
+            server, top = run.command, int(settings.get("top", 20))
+            sender = Sender(server.url, server.key, timeout=how.timeout, top=top, model=how.model)
             with waiting(lambda: f"{side}: measuring a row", how.say):
-                sender, server = sender.introduced()
-                if side == "golden" and not self.done:
+                sender, about = sender.introduced()
+                if not self.done:
                     sizes = measured(sender, dump, lines[0], how.gigabytes * 1e9 * SPARE)
                     self.plan = self.plan if sizes is None else narrowed(self.plan, sizes)
                 forcing = passes.planned(sender, passes.digest(golden), len(arrivals), score, None)
@@ -345,11 +418,11 @@ class Localization:
             def arm(index: int) -> None:
                 self._arm(index, dump)
 
-            passes.send(sender, server, lines, arrivals, many, sent, {}, tell, forcing, arm)
+            passes.send(sender, about, lines, arrivals, many, sent, {}, tell, forcing, arm)
             arm_file.write(dump, ArmSelection(False))
         if not open_dump(dump).records:
-            raise LocalizeError(f"{dump}: nothing was captured; read {sent}/engine-0.log")
-        self.done.append(side)
+            raise LocalizeError(f"{dump}: nothing was captured; read {run.log}")
+        self.done = [*(s for s in self.done if s != side), side]
         self._write()
 
     def _arm(self, index: int, dump: Path) -> None:

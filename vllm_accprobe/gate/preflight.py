@@ -13,7 +13,6 @@ the start itself and what is said where it fails (served_run.py), folders of ans
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 import subprocess
@@ -21,13 +20,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.gate.bisect import edits
 from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
-from vllm_accprobe.gate.sending.client import NotServed, Sender
+from vllm_accprobe.gate.sending.client import NotServed
 from vllm_accprobe.run.launcher import LaunchError, command_line
 
 CONFIGS = ("config.json", "params.json")
 """What a model's folder has one of: Hugging Face's, Mistral's."""
+_MOST_OF_CONFIG = 64 << 20
 _MEMORY = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--memory-utilization")
 _SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _SHARE, _MOST = 4, 4 << 30
@@ -64,11 +65,7 @@ def model_of(command: ServeCommand) -> str | None:
 
 def config_of(model: str) -> dict[str, Any]:
     """Its config.json, where that is here; {} elsewhere."""
-    try:
-        found = json.loads((Path(model) / CONFIGS[0]).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return object_in(Path(model) / CONFIGS[0], _MOST_OF_CONFIG)
 
 
 def check(command: ServeCommand, *, captured: bool = False) -> None:
@@ -152,6 +149,46 @@ def _available() -> int:
     return int(found[1]) << 10 if found else _MOST
 
 
+_COMPILES = frozenset(("--compilation-config", "--optimization-level"))
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES",
+            "XPU_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # fmt: skip
+
+
+def eager(command: ServeCommand) -> bool:
+    """Whether its words make the engine eager, so that a capture changes nothing of it, and do not set the probe."""
+    own = any(name.startswith("VLLM_ACCPROBE") for name, _ in command.environ)
+    return command.flag("--enforce-eager") is True and not own and not _COMPILES & {*command.names()}
+
+
+def fit_together(one: ServeCommand, other: ServeCommand) -> bool:
+    """Whether both servers can run at once, as far as is known: on devices that their environments name apart, or on a
+    CPU with four times the memory of their weights."""
+    both = (one, other)
+    ports = {c.get("--port") for c in both} - {None}
+    if len(ports) == 1 and all(c.get("--port") for c in both):
+        return False
+    for name in _DEVICES:
+        named = [{d.strip() for d in c.full().get(name, "").split(",")} - {""} for c in both]
+        if all(named):
+            return not named[0] & named[1]
+    if not all(_on_cpu(c) for c in both) or any(c.get(name) is not None for c in both for name in _MEMORY[1:]):
+        return False
+    weights = [_weights(model_of(c)) for c in both]
+    return all(weights) and _SHARE * sum(weights) <= _available()
+
+
+def _on_cpu(command: ServeCommand) -> bool:
+    python = edits.interpreter(command.words, command.full())
+    return python is not None and edits.installed(python, edits.neutral(command.full())).cpu
+
+
+def _weights(model: str | None) -> int:
+    """Bytes of the files of a model's folder; 0 where it is not here."""
+    folder = Path(model or "")
+    files = [f for end in ("*.safetensors", "*.bin", "*.pth") for f in folder.glob(end)] if model else []
+    return sum(f.stat().st_size for f in files)
+
+
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -163,11 +200,6 @@ def other_model(golden: ServeCommand, mine: ServeCommand) -> str:
     left, right = ({**c, **(c.get("text_config") or {})} for c in map(config_of, models))
     found = [f"{n} {left[n]} and {right[n]}" for n in _SIZES if n in left and n in right and left[n] != right[n]]
     return f"{models[0]} and {models[1]} are two models ({', '.join(found)})" if found else ""
-
-
-def check_url(url: str, key: str) -> None:
-    """Raises SendError where nobody answers there."""
-    Sender(url, key).introduced()
 
 
 def room_for(place: Path, gigabytes: float) -> float:

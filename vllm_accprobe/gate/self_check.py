@@ -385,6 +385,7 @@ def _agree(
 NO_IDS = "the server does not say which token ids it read and wrote (vLLM's return_token_ids)"
 NO_SCORES = "the server does not tell log-probabilities of prompts"
 NONE = "no prompt is long enough, or none has token ids"
+_NAME = "the server"
 
 
 @dataclass
@@ -426,8 +427,8 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     _check_begun(side, lines, how)
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(REQUESTS, how.out, found):
-        with served(path_command(words), environ, how.out, how.settings.ready_s, how.settings.say) as (url, key):
-            _all(REQUESTS, url, key, lines, how, found)
+        with served(_NAME, path_command(words), environ, how.out, how.settings.ready_s, how.settings.say) as run:
+            _all(REQUESTS, run.command.url, run.command.key, lines, how, found)
     lengths = [len(r.prompt_token_ids or ()) for r in found.answers[BASE].values()]
     changed: dict[str, list[OwnPath]] = {}
     for path in restarts(words, max(lengths, default=0)):
@@ -436,8 +437,8 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         if _kept(these, how.out, found):
             continue
         try:
-            with served(command, environ, how.out, how.settings.ready_s, how.settings.say) as (url, key):
-                _all(these, url, key, lines, how, found)
+            with served(_NAME, command, environ, how.out, how.settings.ready_s, how.settings.say) as run:
+                _all(these, run.command.url, run.command.key, lines, how, found)
         except SendError as e:  # one changed command that does not serve costs its own paths only
             for path in these:
                 found.paths += [] if path in found.paths else [path]

@@ -28,7 +28,7 @@ from vllm_accprobe.config import ENV
 from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import ServeCommand
 from vllm_accprobe.gate.sending import replies
-from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
+from vllm_accprobe.gate.sending.client import NotServed, Sender, SendError, ServerLost
 from vllm_accprobe.run.launcher import Guard, LaunchError, command_line
 from vllm_accprobe.waiting import USUAL, Pace, waiting
 
@@ -178,17 +178,17 @@ _TAIL = 1 << 18
 
 
 class ServedRun:
-    """``with ServedRun(command, environ, log=...) as run:``; the command's output goes to ``log``, a new file.
+    """``with ServedRun(name, command, environ, log=...) as run:``; the command's output goes to ``log``, a new file.
 
-    command: also of a program that ends by itself. say: gets lines while it starts and ends. Raises NotServed where
-    there is no such program, OSError where ``log`` cannot be made.
+    name: for people, e.g. golden. command: also of a program that ends by itself. say: gets lines while it starts and
+    ends. Raises NotServed where there is no such program, OSError where ``log`` cannot be made.
     """
 
     def __init__(
-        self, command: ServerCommand, environ: Mapping[str, str], *, log: Path, say: Pace = USUAL,
+        self, name: str, command: ServerCommand, environ: Mapping[str, str], *, log: Path, say: Pace = USUAL,
         stop_s: float = _STOP_S,
     ):  # fmt: skip
-        self.command, self.log = command, log
+        self.name, self.command, self.log = name, command, log
         self._environ, self._say, self._stop_s = dict(environ), say, stop_s
         try:
             self._argv = command_line(command.words, environ)
@@ -216,7 +216,7 @@ class ServedRun:
         end = time.monotonic() + self._stop_s
         try:
             # The front end ends before its engine has; the engine closes the dump.
-            with waiting(lambda: f"{self.log.stem} is ending", self._say):
+            with waiting(lambda: f"{self.name} is ending", self._say):
                 while (self.process.poll() is None or self._to_group(0)) and time.monotonic() < end:
                     time.sleep(_LOOK_S)
         finally:  # also where somebody insists
@@ -238,7 +238,19 @@ class ServedRun:
 
     def _starting(self) -> str:
         last = self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
-        return f"{self.log.stem} is starting" + (f": {last}" if last else "")
+        return f"{self.name} is starting" + (f": {last}" if last else "")
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """An error of a request in this context says how the server ended, where it has."""
+        try:
+            yield
+        except SendError as e:
+            # What refuses a connection may be about to die: it gets a second.
+            code = self.wait(1.0 if isinstance(e, ServerLost) else 0.0)
+            if code is None:
+                raise
+            raise type(e)(f"{e}; the server ended with exit code {code}{self.why()}") from None
 
     @property
     def code(self) -> int | None:
@@ -267,12 +279,6 @@ class ServedRun:
         found = cause(self._shown("\n".join(self.tail(_TAIL))))
         return (f": {found}" if found else "") + f"; read {self.log}"
 
-    def lost(self) -> str:
-        """The same where it has ended while it served, "" where it runs. It gets a second: what refuses a connection
-        may be about to die."""
-        code = self.wait(1.0)
-        return "" if code is None else f"; the server ended with exit code {code}{self.why()}"
-
     def _shown(self, text: str) -> str:
         return text.replace(self.command.key, "$KEY") if self.command.key else text
 
@@ -290,11 +296,11 @@ FORCE = "VLLM_ACCPROBE_FORCE"
 
 @contextmanager
 def served(
-    command: str, environ: Mapping[str, str], out: Path, ready_s: float, say: Pace = USUAL
-) -> Iterator[tuple[str, str]]:
-    """(url, key) of the server that ``command`` starts, once it answers; it is ended with the context. out: an existing
-    folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be
-    forced. Raises NotServed; a ServerLost in the context says how the server ended."""
+    name: str, command: str, environ: Mapping[str, str], out: Path, ready_s: float, say: Pace = USUAL
+) -> Iterator[ServedRun]:
+    """The server that ``command`` starts, once it answers; it is ended with the context. name: for people. out: an
+    existing folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and
+    it can be forced. Raises NotServed."""
     line = preflight.command_of(command, environ)
     server = checked(line, captured=line.full().get(ENV) == "1")
     if server.note:
@@ -302,12 +308,10 @@ def served(
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
     environ = line.full()
     environ[FORCE] = environ.get(FORCE) or str((out / replies.folder_name(number)).absolute())
-    with ServedRun(server, environ, log=out / f"engine-{number}.log", say=say) as run:
+    with ServedRun(name, server, environ, log=out / f"engine-{number}.log", say=say) as run:
         run.ready(time.monotonic() + ready_s)
-        try:
-            yield server.url, server.key
-        except ServerLost as e:
-            raise ServerLost(f"{e}{run.lost()}") from None
+        with run.asked():
+            yield run
 
 
 def assigns(word: str) -> bool:

@@ -16,20 +16,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
+from vllm_accprobe.gate.localize import KeptServers, Progress
 from vllm_accprobe.gate.sending import passes, rendering, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.served_run import assigns, checked, served, split_line
+from vllm_accprobe.gate.served_run import assigns, checked, split_line
 from vllm_accprobe.waiting import USUAL, Pace, waiting
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -63,8 +64,6 @@ def command(golden: str, dtype: str) -> str:
 
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Of what is done and how many: a context that is told how many are done."""
 
 
 class SideError(Exception):
@@ -140,6 +139,7 @@ def made(
     golden: Sent | None,
     progress: Progress,
     environ: dict[str, str],
+    servers: KeptServers,
 ) -> Sent:
     """The folder of a side, which is sent to ``out`` where it is none. what: golden, mine or floor N, for people.
     golden: whose tokens are forced; None: the side answers freely. Raises SideError, NotServed; what was answered is
@@ -155,7 +155,9 @@ def made(
         with ExitStack() as stack:
             url, key = of.text, environ.get("VLLM_API_KEY", "")
             if of.kind == COMMAND:
-                url, key = stack.enter_context(served(of.text, environ, out, sending.ready_s, sending.say))
+                started = servers.serve(what, of.text, environ, out, sending.ready_s, sending.say)
+                server = stack.enter_context(started).command
+                url, key = server.url, server.key
             _sent(what, of, (url, key), out, sending, golden, lines, digest, progress)
         return replies.read(out)
 
@@ -189,7 +191,7 @@ def check(
                 commands[what] = preflight.command_of(of.text, environ)
                 checked(commands[what], captured=captured and i < 2)
             elif of.kind == URL:
-                preflight.check_url(of.text, environ.get("VLLM_API_KEY", ""))
+                Sender(of.text, environ.get("VLLM_API_KEY", "")).introduced()
             done = place
             if of.kind == FOLDER:
                 done = Path(of.text)
@@ -207,6 +209,18 @@ def check(
         {"golden", "mine"} <= commands.keys()
     ):
         raise SideError(f"golden and mine: {other}: their numbers are not the same anyway")
+
+
+def kept(golden: ServerSide, mine: ServerSide, floors: Iterable[str], environ: Mapping[str, str]) -> list[str]:
+    """The sides whose servers can run on from their answers to a capture: eager ones, and golden beside every command
+    that starts after it. floors: commands; mine starts last. Raises NotServed."""
+    if golden.kind != COMMAND or mine.kind != COMMAND:
+        return []
+    first, last, *others = [preflight.command_of(text, environ) for text in (golden.text, mine.text, *floors)]
+    found = ["mine"] if preflight.eager(last) else []
+    if preflight.eager(first) and all(preflight.fit_together(first, one) for one in (last, *others)):
+        found.append("golden")
+    return found
 
 
 def _check_prompts(folder: Path, golden: list[PromptLine]) -> None:

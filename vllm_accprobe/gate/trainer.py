@@ -416,5 +416,5 @@ def of_command(
     if replies.exists(out) and replies.read_about(out).get("complete"):
         return of_folder(out)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with served(command, environ, out, sending.ready_s, sending.say) as (url, key):
-        return of_server(golden, url, key, out, made, sending)
+    with served("the server", command, environ, out, sending.ready_s, sending.say) as run:
+        return of_server(golden, run.command.url, run.command.key, out, made, sending)

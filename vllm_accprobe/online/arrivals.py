@@ -13,21 +13,24 @@ Not here: sockets (line.py), a shared folder (shared.py), the checks (serving.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
 import xxhash
 
-from vllm_accprobe.dump.decode import object_at
-from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, find_segment, open_regular, part_name, write_all
+from vllm_accprobe.dump import files
+from vllm_accprobe.dump.decode import Count, DecodeError, at_most, between, decode, load, object_at, object_in, parse
+from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, open_regular
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
 from vllm_accprobe.whole_file import write_private
@@ -46,9 +49,11 @@ _LIMITS = {
     HELLO: WORDS, WELCOME: CHUNK, RUN: CHUNK, DATA: CHUNK + PLACE.size, JOURNAL_FRAME: CHUNK + PLACE.size, SYNC: 0,
     HAVE: WORDS, END: WORDS, REFUSED: WORDS, READY: 0,
 }  # fmt: skip
+_NO_BYTES = xxhash.xxh3_128().hexdigest()
 RANK_FOLDER = re.compile(r"rank(\d{4,5})", re.ASCII)
 MOST_SEGMENTS = 1 << 14
 """Chosen: of one rank; at a gigabyte each more than any disk holds."""
+MOST_RANKS = 1 << 16
 
 
 class FrameError(Exception):
@@ -59,9 +64,9 @@ def head(kind: int, length: int) -> bytes:
     return HEAD.pack(MAGIC, kind, length)
 
 
-def words(kind: int, said: Mapping[str, Any]) -> list[bytes]:
+def words(kind: int, said: Hello | Have | Refusal) -> list[bytes]:
     """A piece of JSON. Raises FrameError where it is longer than its kind may be."""
-    body = orjson.dumps(said)
+    body = orjson.dumps({**asdict(said), "protocol": PROTOCOL} if isinstance(said, Hello) else said)
     if len(body) > _LIMITS[kind]:
         raise FrameError(f"{len(body):,} bytes of JSON are more than the {_LIMITS[kind]:,} that may be sent")
     return [head(kind, len(body)), body]
@@ -91,23 +96,43 @@ def place_of(body: bytes | bytearray | memoryview) -> tuple[int, int, memoryview
     return segment, offset, memoryview(body)[PLACE.size :]
 
 
-def json_in(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The JSON object in a body. Raises FrameError."""
+@dataclass(frozen=True)
+class Hello:
+    """rank: of the dump that is sent. totals: its outputs and taps, None where its sender cannot know; run: the digest
+    of its journal's first line, where it comes through a folder."""
+
+    rank: Annotated[int, between(0, MOST_RANKS)]
+    totals: tuple[Count, Count] | None = None
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Have:
+    """What a receiver has of a rank: the journal's length, its digest (XXH3-128), the length of each segment's data.
+    The answer to a SYNC, and an END, say the journal's length alone."""
+
+    journal: Annotated[int, between(0, 1 << 50)] = 0
+    digest: str = _NO_BYTES
+    segments: Annotated[tuple[tuple[Count, Count], ...], at_most(MOST_SEGMENTS)] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """why: in a line. again: another try may go better."""
+
+    why: str
+    again: bool = False
+
+
+Said = TypeVar("Said")
+
+
+def said_in(kind: type[Said], body: bytes | bytearray | memoryview) -> Said:
+    """The JSON in a body as ``kind``. Raises FrameError."""
     try:
-        found = orjson.loads(body)
-    except (ValueError, RecursionError):
-        raise FrameError("a piece that should be JSON is none") from None
-    if not isinstance(found, dict):
-        raise FrameError("a piece that should be a JSON object is none")
-    return found
-
-
-def number(said: Mapping[str, Any], key: str, most: int) -> int:
-    """A whole number from 0 to ``most``. Raises FrameError."""
-    value = said.get(key)
-    if type(value) is not int or not 0 <= value <= most:
-        raise FrameError(f"{key} is no number from 0 to {most:,}")
-    return value
+        return parse(kind, bytes(body), CHUNK, {"protocol": PROTOCOL} if kind is Hello else {})
+    except DecodeError as why:
+        raise FrameError(f"its words are not this protocol's ({why}): is it the same accprobe?") from None
 
 
 def run_piece(dump: Path) -> list[bytes]:
@@ -175,10 +200,9 @@ class RankMirror:
     def nbytes(self) -> int:
         return self.journal_bytes + sum(self.segments.values())
 
-    def have(self) -> dict[str, Any]:
-        """What WELCOME says: the journal's length, its digest (XXH3-128), and the length of each segment's data."""
-        segments = sorted(self.segments.items())
-        return {"journal": self.written, "digest": self._hash.hexdigest(), "segments": [list(s) for s in segments]}
+    def have(self) -> Have:
+        """What WELCOME says."""
+        return Have(self.written, self._hash.hexdigest(), tuple(sorted(self.segments.items())))
 
     def data(self, segment: int, offset: int, body: memoryview) -> None:
         """Bytes of a segment's data. Raises FrameError, MirrorError, OSError."""
@@ -190,9 +214,9 @@ class RankMirror:
             raise FrameError(f"segment {segment} is beyond all that a rank may have")
         self._room(len(body))
         if segment not in self._files:
-            fd = self._files[segment] = _opened(self.directory / part_name(segment))
-            write_all(fd, (HEADER_BYTES - 8).to_bytes(8, "little"), 0)
-        write_all(self._files[segment], body, HEADER_BYTES + here)
+            fd = self._files[segment] = _opened(self.directory / files.part_name(segment))
+            files.write_all(fd, (HEADER_BYTES - 8).to_bytes(8, "little"), 0)
+        files.write_all(self._files[segment], body, HEADER_BYTES + here)
         self.segments[segment] = here + len(body)
 
     def journal(self, offset: int, body: memoryview) -> None:
@@ -208,7 +232,7 @@ class RankMirror:
         for fd in self._files.values():
             _sync(fd)
         if self._pending:
-            write_all(self._journal, bytes(self._pending), self.written)
+            files.write_all(self._journal, bytes(self._pending), self.written)
             _sync(self._journal)
             self._hash.update(self._pending)
             self.written += len(self._pending)
@@ -297,21 +321,12 @@ class RankTail:
         self.lines = 0
         self._sent: dict[int, int] = {}
 
-    def begin(self, have: Mapping[str, Any]) -> None:
-        """Goes on behind what the receiver has. Raises TailError where that is of another run, FrameError where it is
-        no answer."""
-        at = number(have, "journal", 1 << 50)
-        if digest_of(self.path, at) != have.get("digest"):
+    def begin(self, have: Have) -> None:
+        """Goes on behind what the receiver has. Raises TailError where that is of another run."""
+        if digest_of(self.path, have.journal) != have.digest:
             raise TailError(f"the receiver holds rank {self.rank} of another run: give it another --out")
-        segments = have.get("segments")
-        if not isinstance(segments, list) or len(segments) > MOST_SEGMENTS:
-            raise FrameError("it does not say which segments it has")
-        sent: dict[int, int] = {}
-        for pair in segments:
-            if not isinstance(pair, list) or len(pair) != 2 or any(type(n) is not int or n < 0 for n in pair):
-                raise FrameError("it does not say which segments it has")
-            sent[pair[0]] = pair[1]
-        self.at, self._sent, self.ended = at, sent, self._ended_before(at)
+        self.at, self._sent = have.journal, dict(have.segments)
+        self.ended = self._ended_before(self.at)
 
     def pieces(self) -> Iterator[tuple[Piece, int]]:
         """What there is now, to the last whole line: pieces, each with how many bytes it has. Raises OSError,
@@ -370,7 +385,7 @@ class RankTail:
         if at >= stop or segment >= MOST_SEGMENTS:
             return
         try:
-            data = find_segment(self.directory, segment)
+            data = files.find_segment(self.directory, segment)
             fd = open_regular(data.path)
         except (DumpError, OSError):
             return  # the payloads are lost: whoever opens the copy says so of each
@@ -395,11 +410,18 @@ class RankTail:
         return self.ended
 
 
-MOST_RANKS = 1 << 16
 HOLD_S = 600.0
 """Chosen: after this time a little more is taken even if nothing was checked: shorter than a sender's patience."""
 _FIRST_LINE = 1 << 20
 _KEPT = "arrival.json"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """arrival.json: what a receiver that is started again is to know besides the files."""
+
+    totals: tuple[Count, Count] | None = None
+    ended: int | None = None
 
 
 class RankArrival:
@@ -409,19 +431,22 @@ class RankArrival:
     def __init__(self, root: Path, rank: int, budget: int):
         self.mirror = RankMirror(root, rank, budget)
         self._root, self._kept = root, self.mirror.directory / _KEPT
-        kept = _object(self._kept)
-        self.totals = _totals(kept.get("totals"))
-        self.ended = bool(self.mirror.written) and kept.get("ended") == self.mirror.written
+        try:
+            kept = load(_Kept, self._kept, _FIRST_LINE)
+        except (OSError, DecodeError):
+            kept = _Kept()
+        self.totals = kept.totals
+        self.ended = bool(self.mirror.written) and kept.ended == self.mirror.written
         self.wire: Any = None
         self.turn = threading.Lock()
 
     def keep(self, totals: tuple[int, int] | None) -> None:
         """What a receiver that is started again is to know besides the files. Raises OSError."""
         self.totals = totals
-        kept = {"totals": totals, "ended": self.mirror.written if self.ended else None}
-        write_private(self._kept, json.dumps(kept) + "\n")
+        kept = _Kept(totals, self.mirror.written if self.ended else None)
+        write_private(self._kept, json.dumps(asdict(kept)) + "\n")
 
-    def apply(self, kind: int, body: bytes | bytearray) -> dict[str, Any] | None:
+    def apply(self, kind: int, body: bytes | bytearray) -> Have | None:
         """Takes a piece; what is to be answered where it asks. Raises FrameError, MirrorError, OSError."""
         if kind == DATA:
             self.mirror.data(*place_of(body))
@@ -432,14 +457,14 @@ class RankArrival:
         elif kind == RUN:
             keep_run(self._root, bytes(body))
         elif kind == SYNC:
-            return {"journal": self.mirror.sync()}
+            return Have(self.mirror.sync())
         elif kind == END:
             have = self.mirror.sync()
-            if number(json_in(body), "journal", 1 << 50) != have:
+            if said_in(Have, body).journal != have:
                 raise FrameError("the end is not where the journal ends")
             self.ended = True
             self.keep(self.totals)
-            return {"journal": have}
+            return Have(have)
         else:
             raise FrameError("a piece that no sender sends")
         return None
@@ -466,21 +491,18 @@ class ArrivedRanks:
             if match and path.is_dir() and not path.is_symlink() and (ranks is None or int(match[1]) in ranks):
                 self.ranks[int(match[1])] = RankArrival(root, int(match[1]), budget)
 
-    def begin(self, said: dict[str, Any]) -> tuple[int, RankArrival]:
-        """The rank that a HELLO names. Raises FrameError, MirrorError, OSError."""
-        if said.get("protocol") != 1:
-            raise FrameError("it speaks another version of the protocol: install the same accprobe on both sides")
-        rank = number(said, "rank", MOST_RANKS)
+    def begin(self, hello: Hello) -> RankArrival:
+        """The rank that a HELLO names. Raises MirrorError, OSError."""
+        rank = hello.rank
         if self.wanted is not None and rank not in self.wanted:
             raise MirrorError(f"rank {rank} is not selected (--ranks, rank_list)")
-        totals = _totals(said.get("totals"))
         with self._lock:
             if rank not in self.ranks:
                 self.ranks[rank] = RankArrival(self.root, rank, self.budget)
             found = self.ranks[rank]
-        if found.totals != totals:
-            found.keep(totals)
-        return rank, found
+        if found.totals != hello.totals:
+            found.keep(hello.totals)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -522,31 +544,19 @@ class ArrivedRanks:
         return (sum(t[0] for t in known), sum(t[1] for t in known)) if known and len(known) == len(found) else None
 
 
-def _totals(given: Any) -> tuple[int, int] | None:
-    """Outputs and taps of a rank, as its sender says; None where it does not, or says nonsense."""
-    if isinstance(given, list) and len(given) == 2 and all(type(n) is int and 0 <= n < 1 << 40 for n in given):
-        return given[0], given[1]
-    return None
-
-
 def _world(journal: Path) -> int:
     """The number of ranks by a journal's first line, 0 where it does not say."""
-    n = _object(journal, first_line=True).get("world_size")
+    try:
+        _, line, _ = next(files.journal_lines(journal), (0, None, 0))
+        n = (object_at(json.loads(line or b"{}")) or {}).get("world_size")
+    except (OSError, ValueError, RecursionError):
+        return 0
     return n if type(n) is int and 0 < n <= MOST_RANKS else 0
 
 
 def _chosen(run: Path) -> list[tuple[int, int]]:
     """The ranges of ranks that a probe was set to."""
-    ranks = (object_at(_object(run), "probe") or {}).get("ranks")
-    pairs = ranks if isinstance(ranks, list) else []
-    return [(p[0], p[1]) for p in pairs if isinstance(p, list) and len(p) == 2 and all(type(n) is int for n in p)]
-
-
-def _object(path: Path, first_line: bool = False) -> dict[str, Any]:
-    try:
-        with os.fdopen(open_regular(path), "rb") as f:
-            text = f.readline(_FIRST_LINE) if first_line else f.read(_FIRST_LINE)
-        found = json.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    ranks = (object_at(object_in(run, _FIRST_LINE), "probe") or {}).get("ranks")
+    with contextlib.suppress(DecodeError):
+        return [(low, high) for low, high in decode(list[tuple[int, int]], ranks)]
+    return []

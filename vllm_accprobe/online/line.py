@@ -23,19 +23,6 @@ from pathlib import Path
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.online import arrivals as frames
-from vllm_accprobe.online.arrivals import (
-    END,
-    HAVE,
-    HELLO,
-    READY,
-    SYNC,
-    WELCOME,
-    WORDS,
-    ArrivedRanks,
-    FrameError,
-    MirrorError,
-    RankArrival,
-)
 from vllm_accprobe.online.keys import Endpoint
 
 HALF_S = 30.0
@@ -100,8 +87,8 @@ class Wire:
     def refuse(self, why: str, again: bool = False) -> None:
         """Says why and closes. again: another try may go better. Never raises."""
         try:
-            self.send(frames.words(frames.REFUSED, {"why": why[:500], "again": again}), 2.0)
-        except (Broken, FrameError):
+            self.send(frames.words(frames.REFUSED, frames.Refusal(why[:500], again)), 2.0)
+        except (Broken, frames.FrameError):
             pass
         self.close()
 
@@ -243,7 +230,7 @@ _TURN_S = 60.0
 class Receiver:
     """Listens at ``endpoint`` (port 0: any) until `close`. Raises OSError, TlsError."""
 
-    def __init__(self, endpoint: Endpoint, arrivals: ArrivedRanks, say: Callable[[str], object]):
+    def __init__(self, endpoint: Endpoint, arrivals: frames.ArrivedRanks, say: Callable[[str], object]):
         self.arrivals, self._say = arrivals, say
         self.refusals = Refusals(say)
         self._context = context(endpoint.tls, SERVER) if endpoint.tls is not None else None
@@ -301,17 +288,18 @@ class Receiver:
         if self._context is not None and not self._secured(wire, address):
             return
         try:
-            wire.send([frames.head(READY, 0)], FIRST_S)
-            kind, body = wire.receive(FIRST_S, WORDS)
-            if kind == READY:  # over a plain line the sender speaks first
-                kind, body = wire.receive(FIRST_S, WORDS)
-            if kind != HELLO:
-                raise FrameError("its first words are no greeting")
-            rank, arrival = self.arrivals.begin(frames.json_in(body))
+            wire.send([frames.head(frames.READY, 0)], FIRST_S)
+            kind, body = wire.receive(FIRST_S, frames.WORDS)
+            if kind == frames.READY:  # over a plain line the sender speaks first
+                kind, body = wire.receive(FIRST_S, frames.WORDS)
+            if kind != frames.HELLO:
+                raise frames.FrameError("its first words are no greeting")
+            hello = frames.said_in(frames.Hello, body)
+            arrival = self.arrivals.begin(hello)
         except Broken as why:
             self.refusals.add(address, str(why))
             return
-        except (FrameError, MirrorError, OSError) as why:
+        except (frames.FrameError, frames.MirrorError, OSError) as why:
             self.refusals.add(address, str(why))
             wire.refuse(str(why))
             return
@@ -319,7 +307,7 @@ class Receiver:
             if self._unknown.pop(wire, 0) == 0 or len(self._known) >= KNOWN:  # it was the oldest, and had to go
                 return
             self._known[wire] = None
-        self._rank(wire, rank, arrival, address)
+        self._rank(wire, hello.rank, arrival, address)
 
     def _secured(self, wire: Wire, address: str) -> bool:
         assert self._context is not None
@@ -339,7 +327,7 @@ class Receiver:
             return False
         return True
 
-    def _rank(self, wire: Wire, rank: int, arrival: RankArrival, address: str) -> None:
+    def _rank(self, wire: Wire, rank: int, arrival: frames.RankArrival, address: str) -> None:
         """Everything that one line brings."""
         before, arrival.wire = arrival.wire, wire
         if before is not None:
@@ -350,16 +338,16 @@ class Receiver:
         try:
             arrival.mirror.drop()
             have = arrival.mirror.have()
-            self._say(f"rank {rank}: a line from {address}" + (f", on from byte {have['journal']:,} of its journal"
-                                                             if have["journal"] else ""))  # fmt: skip
-            wire.send(frames.words(WELCOME, have))
+            on = f", on from byte {have.journal:,} of its journal" if have.journal else ""
+            self._say(f"rank {rank}: a line from {address}{on}")
+            wire.send(frames.words(frames.WELCOME, have))
             while not self.arrivals.stop.is_set():
                 kind, body = wire.receive(SILENT_S)
                 answer = arrival.apply(kind, body)
-                if kind in (SYNC, END) and answer is not None:
+                if kind in (frames.SYNC, frames.END) and answer is not None:
                     self.arrivals.room()
-                    wire.send(frames.words(HAVE, answer))
-                    if kind == END:
+                    wire.send(frames.words(frames.HAVE, answer))
+                    if kind == frames.END:
                         self._say(f"rank {rank}: all is here, {arrival.mirror.nbytes / 1e6:,.1f} MB")
                         return
         except Broken as why:
@@ -367,7 +355,7 @@ class Receiver:
                 arrival.mirror.sync()  # all of it came in order: a line that often breaks is to get somewhere
             if not arrival.ended and arrival.wire is wire and not self.arrivals.stop.is_set():
                 self._say(f"rank {rank}: the line broke ({why})")
-        except (FrameError, MirrorError, OSError) as why:
+        except (frames.FrameError, frames.MirrorError, OSError) as why:
             self.refusals.add(address, f"rank {rank}: {why}")
             wire.refuse(str(why))
         finally:

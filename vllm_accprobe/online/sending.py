@@ -16,26 +16,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import JOURNAL
 from vllm_accprobe.online import arrivals as frames
-from vllm_accprobe.online.arrivals import (
-    END,
-    HAVE,
-    HELLO,
-    PROTOCOL,
-    RANK_FOLDER,
-    READY,
-    REFUSED,
-    SYNC,
-    WELCOME,
-    FrameError,
-    RankTail,
-    TailError,
-)
 from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import CLIENT, Broken, NotSent, TlsError, Wire, context, is_refusal, reason_of
 from vllm_accprobe.online.shared import POLL_S, FolderWire
@@ -65,7 +50,7 @@ class RankSender:
         self.patience, self._say, self._stop = patience, say, stop
         self.context = context(endpoint.tls, CLIENT) if endpoint.tls is not None else None
         self.bytes = self.connections = 0
-        self.tail = RankTail(dump, rank)
+        self.tail = frames.RankTail(dump, rank)
 
     def run(self) -> None:
         """Raises NotSent."""
@@ -94,7 +79,7 @@ class RankSender:
                 wire.cut()
                 lost, pause = time.monotonic(), 0.1
                 self._stop.wait(pause)
-            except (FrameError, TailError, OSError) as error:
+            except (frames.FrameError, frames.TailError, OSError) as error:
                 wire.cut()
                 raise NotSent(f"rank {self.rank}: {error}") from None
 
@@ -107,7 +92,7 @@ class RankSender:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.context is None:
             wire = Wire(plain)
-            wire.send([frames.head(READY, 0)])  # a receiver that awaits TLS answers this at once
+            wire.send([frames.head(frames.READY, 0)])  # a receiver that awaits TLS answers this at once
             return self._ready(wire)
         try:
             return self._ready(Wire(self.context.wrap_socket(plain, server_hostname=end.host)))
@@ -133,28 +118,27 @@ class RankSender:
             if is_refusal(error):
                 raise NotSent(_refused(self.endpoint, error)) from None
             raise Broken(reason_of(error)) from None
-        except FrameError:
+        except frames.FrameError:
             wire.cut()
             raise NotSent(f"{self.endpoint.host}:{self.endpoint.port} is no receiver of accprobe") from None
-        self._expect(kind, body, READY)
+        self._expect(kind, body, frames.READY)
         return wire
 
-    def _expect(self, kind: int, body: bytes | bytearray, wanted: int) -> dict[str, Any]:
-        if kind == REFUSED:
-            message = frames.json_in(body)
-            if message.get("again") is True:
-                raise Broken(str(message.get("why"))[:500])
-            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message.get('why'))[:500]}")
+    def _expect(self, kind: int, body: bytes | bytearray, wanted: int) -> frames.Have:
+        if kind == frames.REFUSED:
+            refusal = frames.said_in(frames.Refusal, body)
+            if refusal.again:
+                raise Broken(refusal.why[:500])
+            raise NotSent(f"rank {self.rank}: the receiver refuses: {refusal.why[:500]}")
         if kind != wanted:
-            raise FrameError("the receiver's answer does not fit the request")
-        return frames.json_in(body) if body else {}
+            raise frames.FrameError("the receiver's answer does not fit the request")
+        return frames.said_in(frames.Have, body) if body else frames.Have()
 
     def _serve(self, wire: Wire | FolderWire) -> None:
-        said: dict[str, Any] = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals}
-        wire.send(frames.words(HELLO, said))
-        self.tail.begin(self._expect(*wire.receive(ANSWER_S), WELCOME))
+        wire.send(frames.words(frames.HELLO, frames.Hello(self.rank, self.totals)))
+        self.tail.begin(self._expect(*wire.receive(ANSWER_S), frames.WELCOME))
         wire.send(frames.run_piece(self.dump))
-        waiting, unsaid, most, sync = 0, 0, FIRST_SYNC, [frames.head(SYNC, 0)]
+        waiting, unsaid, most, sync = 0, 0, FIRST_SYNC, [frames.head(frames.SYNC, 0)]
         quiet = last = time.monotonic()
         while not self._stop.is_set():
             for parts, n in self.tail.pieces():
@@ -175,8 +159,8 @@ class RankSender:
                 waiting, unsaid, last = waiting + 1, 0, now
             waiting = self._answers(wire, waiting, 0)
             if self._over(now - quiet):
-                wire.send(frames.words(END, {"journal": self.tail.at}))
-                self._expect(*wire.receive(ANSWER_S), HAVE)
+                wire.send(frames.words(frames.END, frames.Have(self.tail.at)))
+                self._expect(*wire.receive(ANSWER_S), frames.HAVE)
                 return
             self._stop.wait(POLL_S)
 
@@ -191,7 +175,7 @@ class RankSender:
     def _answers(self, wire: Wire | FolderWire, waiting: int, most: int) -> int:
         """Takes answers until no more than ``most`` of those that are ``waiting`` are missing; how many that are."""
         while waiting > most:
-            self._expect(*wire.receive(ANSWER_S), HAVE)
+            self._expect(*wire.receive(ANSWER_S), frames.HAVE)
             waiting -= 1
         return waiting
 
@@ -222,7 +206,7 @@ def send_dump(
         more = {"totals": totals.get(rank), "follow": follow, "patience": patience, "say": say, "stop": stop}
         try:
             sender = RankSender(dump, rank, endpoint, **more)  # type: ignore[arg-type]
-        except (TailError, TlsError) as why:
+        except (frames.TailError, TlsError) as why:
             raise DumpError(str(why)) from None
         senders[rank] = sender
 
@@ -270,7 +254,7 @@ def send_dump(
 
 def _ranks(dump: Path) -> list[int]:
     """Those that have a journal with a line in it."""
-    found = [(int(m[1]), p / JOURNAL) for p in dump.glob("rank*") if (m := RANK_FOLDER.fullmatch(p.name))]
+    found = [(int(m[1]), p / JOURNAL) for p in dump.glob("rank*") if (m := frames.RANK_FOLDER.fullmatch(p.name))]
     return sorted(rank for rank, journal in found if journal.is_file() and journal.stat().st_size)
 
 

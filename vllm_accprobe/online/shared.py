@@ -13,35 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import xxhash
 
+from vllm_accprobe.dump.decode import Count
 from vllm_accprobe.dump.files import open_regular
 from vllm_accprobe.dump.schema import JOURNAL, rank_dir
 from vllm_accprobe.online import arrivals as frames
-from vllm_accprobe.online.arrivals import (
-    END,
-    HAVE,
-    HELLO,
-    REFUSED,
-    RUN,
-    SYNC,
-    WELCOME,
-    ArrivedRanks,
-    FrameError,
-    MirrorError,
-    RankArrival,
-)
 from vllm_accprobe.online.line import Broken, NotSent, Refusals
 from vllm_accprobe.whole_file import write_private
 
@@ -51,7 +39,17 @@ HAVE_FILE = "have.json"
 POLL_S = 0.05
 _NAME = re.compile(r"(\d{8})\.batch", re.ASCII)
 _DIGEST = 16
-_EMPTY: dict[str, Any] = {"journal": 0, "digest": xxhash.xxh3_128().hexdigest(), "segments": []}
+
+
+@dataclass(frozen=True)
+class FolderHave(frames.Have):
+    """have.json. done: all of the rank is here. damaged: how many batches; batch: the last that was taken; refused: why
+    no more is taken."""
+
+    done: bool = False
+    damaged: Count = 0
+    batch: int = -1
+    refused: str = ""
 
 
 def _first_line(journal: Path) -> str:
@@ -78,24 +76,24 @@ class FolderWire:
         self._rank, self._journal, self._patience, self._stop = rank, journal, patience, stop
         self._folder = shared / rank_dir(rank)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._hello: dict[str, Any] = {}
+        self._hello = frames.Hello(rank)
         self._run: list[Any] = []
         self._parts: list[Any] = []
         self._sent: deque[int] = deque()
         have = self._have()
-        self._damaged = int(have.get("damaged") or 0)
-        self._next = max(_batches(self._folder), default=int(have.get("batch", -1))) + 1
+        self._damaged = have.damaged
+        self._next = max(_batches(self._folder), default=have.batch) + 1
 
     def send(self, parts: Sequence[Any], within: float = 0.0) -> None:
         """Whole pieces, of one kind."""
-        kind = frames.length_of(bytes(parts[0][: frames.HEAD.size]))[0] if parts else RUN
-        if kind == HELLO:
-            self._hello = frames.json_in(parts[1])
-        elif kind == RUN:
+        kind = frames.length_of(bytes(parts[0][: frames.HEAD.size]))[0] if parts else frames.RUN
+        if kind == frames.HELLO:
+            self._hello = frames.said_in(frames.Hello, parts[1])
+        elif kind == frames.RUN:
             self._run = list(parts)
         else:
             self._parts += [bytes(p) for p in parts]
-        if kind in (SYNC, END):
+        if kind in (frames.SYNC, frames.END):
             self._put()
 
     def receive(self, within: float) -> tuple[int, bytes | bytearray]:
@@ -103,38 +101,38 @@ class FolderWire:
         since, before = time.monotonic(), -1
         while not self._stop.is_set():
             have = self._have()
-            if have.get("refused"):
-                return REFUSED, orjson.dumps({"why": str(have["refused"])[:500]})
+            if have.refused:
+                return frames.REFUSED, orjson.dumps(frames.Refusal(have.refused))
             if not self._sent:
-                return WELCOME, orjson.dumps({key: have.get(key, _EMPTY[key]) for key in _EMPTY})
-            if int(have.get("damaged") or 0) > self._damaged:
+                return frames.WELCOME, orjson.dumps(frames.Have(have.journal, have.digest, have.segments))
+            if have.damaged > self._damaged:
                 raise Broken("a batch arrived damaged")
-            if (taken := int(have.get("batch", -1))) >= self._sent[0]:
+            if (taken := have.batch) >= self._sent[0]:
                 self._sent.popleft()
-                return HAVE, b"{}"
+                return frames.HAVE, b"{}"
             if taken != before:
                 since, before = time.monotonic(), taken
             elif time.monotonic() - since > self._patience:
                 raise NotSent(f"rank {self._rank}: nobody has taken {self._folder} for {self._patience:.0f} s")
             self._stop.wait(POLL_S)
-        return HAVE, b"{}"
+        return frames.HAVE, b"{}"
 
     def close(self) -> None:
         """There is nothing that is open."""
 
     cut = close
 
-    def _have(self) -> dict[str, Any]:
+    def _have(self) -> FolderHave:
         """What the receiver says."""
         try:
             with os.fdopen(open_regular(self._folder / HAVE_FILE), "rb") as f:
-                return frames.json_in(f.read(frames.CHUNK))
+                return frames.said_in(FolderHave, f.read(frames.CHUNK))
         except FileNotFoundError:
-            return dict(_EMPTY)
+            return FolderHave()
 
     def _put(self) -> None:
-        message = {**self._hello, "run": _first_line(self._journal)}
-        whole = b"".join([*frames.words(HELLO, message), *self._run, *self._parts])
+        hello = replace(self._hello, run=_first_line(self._journal))
+        whole = b"".join([*frames.words(frames.HELLO, hello), *self._run, *self._parts])
         part = self._folder / f".{self._next:08d}.part"
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with os.fdopen(fd, "wb") as f:
@@ -151,7 +149,7 @@ class FolderWire:
 class FolderReceiver:
     """Takes the batches below ``shared`` until `close`. Raises OSError."""
 
-    def __init__(self, shared: Path, arrivals: ArrivedRanks, say: Callable[[str], object]):
+    def __init__(self, shared: Path, arrivals: frames.ArrivedRanks, say: Callable[[str], object]):
         self._shared, self.arrivals, self._say = shared, arrivals, say
         self.refusals = Refusals(say)
         self._damaged: dict[int, int] = {}
@@ -178,21 +176,21 @@ class FolderReceiver:
         folder = self._shared / rank_dir(rank)
         for number in _batches(folder) if rank not in self._refused else ():
             path = folder / f"{number:08d}.batch"
-            arrival: RankArrival | None = None
+            arrival: frames.RankArrival | None = None
             try:
                 arrival = self._take(path, rank)
-            except MirrorError as why:
+            except frames.MirrorError as why:
                 self.refusals.add(str(folder), str(why))
                 self._refused.add(rank)
-                self._write(folder, {**_EMPTY, "refused": str(why)})
+                self._write(folder, FolderHave(refused=str(why)))
                 return
-            except (FrameError, OSError) as why:
+            except (frames.FrameError, OSError) as why:
                 self._damaged[rank] = self._damaged.get(rank, 0) + 1
                 self.refusals.add(str(folder), f"a damaged batch: {why}")
                 arrival = self.arrivals.ranks.get(rank)
-            have = arrival.mirror.have() if arrival is not None else dict(_EMPTY)
-            done = arrival is not None and arrival.ended
-            self._write(folder, {**have, "done": done, "damaged": self._damaged.get(rank, 0), "batch": number})
+            have = arrival.mirror.have() if arrival is not None else frames.Have()
+            done, damaged = arrival is not None and arrival.ended, self._damaged.get(rank, 0)
+            self._write(folder, FolderHave(have.journal, have.digest, have.segments, done, damaged, number))
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             if done and arrival is not None:
@@ -201,33 +199,33 @@ class FolderReceiver:
             if self.arrivals.stop.is_set():
                 return
 
-    def _take(self, path: Path, rank: int) -> RankArrival:
+    def _take(self, path: Path, rank: int) -> frames.RankArrival:
         """Raises FrameError, MirrorError, OSError."""
         with os.fdopen(open_regular(path), "rb") as f:
             size = os.fstat(f.fileno()).st_size
             if not _DIGEST < size <= _MOST:
-                raise FrameError(f"it has {size:,} bytes, and at most {_MOST:,} are taken")
+                raise frames.FrameError(f"it has {size:,} bytes, and at most {_MOST:,} are taken")
             whole = f.read(size)
         if xxhash.xxh3_128_digest(whole[:-_DIGEST]) != whole[-_DIGEST:]:
-            raise FrameError("its digest is of other bytes")
-        arrival: RankArrival | None = None
+            raise frames.FrameError("its digest is of other bytes")
+        arrival: frames.RankArrival | None = None
         for kind, body in frames.pieces(io.BytesIO(whole).read, size - _DIGEST):
-            if kind == HELLO and arrival is None:
-                message = frames.json_in(body)
-                if message.get("rank") != rank:
-                    raise FrameError("it is of another rank than its folder")
-                arrival = self.arrivals.begin(message)[1]
+            if kind == frames.HELLO and arrival is None:
+                hello = frames.said_in(frames.Hello, body)
+                if hello.rank != rank:
+                    raise frames.FrameError("it is of another rank than its folder")
+                arrival = self.arrivals.begin(hello)
                 arrival.mirror.drop()
                 ours = _first_line(arrival.mirror.directory / JOURNAL)
-                if ours and message.get("run") != ours:
-                    raise MirrorError(f"this receiver holds rank {rank} of another run: give it another --out")
+                if ours and hello.run != ours:
+                    raise frames.MirrorError(f"this receiver holds rank {rank} of another run: give it another --out")
             elif arrival is None:
-                raise FrameError("its first piece is no greeting")
+                raise frames.FrameError("its first piece is no greeting")
             else:
                 arrival.apply(kind, body)
         if arrival is None:
-            raise FrameError("there is nothing in it")
+            raise frames.FrameError("there is nothing in it")
         return arrival
 
-    def _write(self, folder: Path, have: dict[str, Any]) -> None:
-        write_private(folder / HAVE_FILE, json.dumps(have) + "\n")
+    def _write(self, folder: Path, have: FolderHave) -> None:
+        write_private(folder / HAVE_FILE, orjson.dumps(have).decode() + "\n")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odd_server import Answer, odd
+from odd_server import Answer, odd, running
 
 from vllm_accprobe.gate.sending.client import NotServed
 
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
 
 
 @contextmanager
-def served(command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[tuple[str, str]]:
+def served(name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
     """In place of gate/served_run.py's, in this process: no time is spent on processes."""
     log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
     log.write_text("")
@@ -106,7 +106,7 @@ def served(command: str, environ: Mapping[str, str], out: Path, *_: object) -> I
         os.environ.clear()
         os.environ.update(before)
     with odd(said, forced=True) as (url, _):
-        yield url, ""
+        yield running(url, log)
 
 
 def answer(body: dict[str, Any], bad: bool) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_accprobe.gate.sending.client import PROBE
@@ -25,6 +27,11 @@ def completion(body: dict[str, Any]) -> bytes:
         "logprobs": {"token_logprobs": [-0.25], "top_logprobs": [top]},
     }  # fmt: skip
     return json.dumps({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}}).encode()
+
+
+def running(url: str, log: Path) -> Any:
+    """What `served` gives of such a server, as far as it is used."""
+    return SimpleNamespace(command=SimpleNamespace(url=url, key=""), log=log, asked=nullcontext)
 
 
 @contextmanager

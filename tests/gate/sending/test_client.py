@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
+import math
 import socket
 import ssl
 import threading
@@ -18,7 +20,9 @@ import pytest
 from odd_server import completion, odd
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.gate.sending import client
+from vllm_accprobe.gate.sending import client, replies
+from vllm_accprobe.gate.sending.client import Reply, generated, scored
+from vllm_accprobe.gate.sending.passes import parse
 
 
 def certificate(folder: Path, name: str = "localhost", days: int = 1) -> tuple[Path, Path]:
@@ -140,3 +144,94 @@ def test_a_server_that_says_nothing_is_one_line(
     assert len(err) == 1
     assert "did not answer within 0.5 s" in err[0]
     assert not Path("out/send.json").exists()
+
+
+# --- answers of vLLM's three shapes become the same numbers; what is none is refused ---
+
+
+EMPTY = Reply("p", 0.0, 0.0)
+
+
+def test_a_forced_token_outside_of_the_best_stands_last() -> None:
+    place = {"token_id": 9, "logprob": -7.5, "rank": 80}
+    best = [{"token_id": 9, "logprob": -7.5}, {"token_id": 4, "logprob": -0.5}, {"token_id": 3, "logprob": -1.5}]
+    reply = generated(EMPTY, {
+        "choices": [
+            {"token_ids": [9], "finish_reason": "length", "logprobs": {"content": [place | {"top_logprobs": best}]}}
+        ],
+        "prompt_token_ids": [1, 2], "usage": {"prompt_tokens_details": {"cached_tokens": 16}},
+    })  # fmt: skip
+    assert (reply.prompt_token_ids, reply.token_ids, reply.logprobs, reply.cached) == ([1, 2], [9], [-7.5], 16)
+    assert (reply.top, reply.margins) == ([([4, 3, 9], [-0.5, -1.5, -7.5])], [1.0])
+    same = client.completion(EMPTY, {"choices": [{
+        "token_ids": [9], "prompt_token_ids": [1, 2], "finish_reason": "length", "logprobs": {"token_logprobs": [-7.5],
+        "top_logprobs": [{"token_id:9": -7.5, "token_id:4": -0.5, "token_id:3": -1.5}]},
+    }], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}})  # fmt: skip
+    assert same == reply
+
+
+def test_a_prompt_that_was_scored() -> None:
+    places = [None, {"5": {"logprob": -2.0, "rank": 3}, "8": {"logprob": -0.25}}, {"6": {"logprob": -0.125}}]
+    answer = {"choices": [{"prompt_logprobs": places, "prompt_token_ids": [4, 5, 6]}]}
+    reply = scored(EMPTY, answer, 1)
+    assert (reply.prompt_token_ids, reply.token_ids, reply.logprobs) == ([4], [5, 6], [-2.0, -0.125])
+    assert (reply.top, reply.margins) == ([([8, 5], [-0.25, -2.0]), ([6], [-0.125])], [1.75, None])
+    assert scored(EMPTY, answer, 2).token_ids == [6]
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"logprobs": None}]},
+                                    {"choices": [{"prompt_logprobs": None}]}, math.nan])  # fmt: skip
+def test_what_is_no_answer_is_refused(answer: Any) -> None:
+    for read in (client.completion(EMPTY, answer), generated(EMPTY, answer), scored(EMPTY, answer, 1)):
+        assert read.refused is not None
+        assert read.token_ids is None
+
+
+# --- steps are read for each request and pass; the last engine that has a request counts ---
+
+
+def write(path: Path, *lines: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+
+
+def test_rows_of_a_request(tmp_path: Path) -> None:
+    first = {"step": 0, "requests": [["a", 0, 64], ["b", 0, 8]]}
+    write(tmp_path / "steps-0/steps-rank0.jsonl", first, {"step": 1, "requests": [["a", 64, 6], ["a.pass1", 0, 1]]},
+          "torn {", '{"step": 1}\n')  # fmt: skip
+    read = replies.read_steps(tmp_path)
+    assert read.rows(0, "a") == [(0, 0, 64, 2), (1, 64, 6, 2)]
+    assert read.rows(1, "a") == [(1, 0, 1, 2)]
+    assert read.rows(0, "b") == [(0, 0, 8, 2)]
+    assert read.rows(1, "b") == []
+
+
+def test_what_was_asked_again_counts_once(tmp_path: Path) -> None:
+    for engine, start in ((2, 5), (10, 7), (9, 6)):
+        write(tmp_path / f"steps-{engine}/steps-rank0.jsonl", {"step": start, "requests": [["a", start, 1]]})
+    write(tmp_path / "steps-10/steps-rank2.jsonl", {"step": 0, "requests": [["b", 0, 3]]})
+    write(tmp_path / "steps-x/steps-rank0.jsonl", {"step": 0, "requests": [["a", 0, 3]]})
+    read = replies.read_steps(tmp_path)
+    assert (read.rows(0, "a"), read.rows(0, "b")) == ([(7, 7, 1, 1)], [(0, 0, 3, 1)])
+
+
+def test_a_folder_without_any(tmp_path: Path) -> None:
+    assert replies.read_steps(tmp_path).rows(0, "a") == []
+
+
+# --- the moments at which requests are sent ---
+
+
+def test_words() -> None:
+    assert parse("one").alone
+    assert parse("all").moments(3) == [0, 0, 0]
+    moments = parse("poisson:20").moments(2000)
+    assert moments == parse("poisson:20").moments(2000)
+    assert moments == sorted(moments)
+    assert moments[-1] == pytest.approx(100, rel=0.1)
+
+
+@pytest.mark.parametrize("word", ["", "two", "poisson", "poisson:0", "poisson:-1", "poisson:1e9", "poisson:nan"])
+def test_what_is_no_arrival(word: str) -> None:
+    with pytest.raises(ValueError, match="poisson:RATE"):
+        parse(word)

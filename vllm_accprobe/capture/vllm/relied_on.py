@@ -299,8 +299,7 @@ the V2 runner @ vllm.v1.worker.gpu.model_runner:GPUModelRunner [V2, since 0.13]
     pool! [since 0.18] | a pooling model's step does not end with its answer
     _dummy_run(num_tokens) | GRAPHS
 V2's batch @ vllm.v1.worker.gpu.input_batch:InputBatch [since 0.13] | ROWS
-    req_ids num_scheduled_tokens num_tokens num_tokens_after_padding idx_mapping_np | ROWS
-    input_ids positions | BUFFERS
+    req_ids num_scheduled_tokens num_tokens num_tokens_after_padding idx_mapping_np input_ids positions | ROWS
     prefill_len_np [since 0.23] | ROWS
 V2's request states @ vllm.v1.worker.gpu.states:RequestState [of the V2 runner: req_states, since 0.13, until 0.23]
     prefill_len | ROWS

@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from xml.parsers import expat
 
-from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.files import MAX_LINE, DumpError
 from vllm_accprobe.formats.msprobe import place_of
 
 Columns = dict[str, str]
@@ -98,6 +98,14 @@ _CELL = 1 << 20
 _TEXTS, _SHEET = 1 << 28, 1 << 31
 """Bytes of an xlsx's list of texts and of its sheet, unpacked, at most. The sheet is not kept."""
 _NO_BOOK = (expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, RuntimeError, ValueError)
+
+
+def bounded_line(f: IO[bytes], path: Path) -> bytes:
+    """The next line of ``f``, b"" at its end. Raises DumpError where it is longer than MAX_LINE."""
+    raw = f.readline(MAX_LINE + 1)
+    if len(raw) > MAX_LINE:
+        raise DumpError(f"{path}: a line has more than {MAX_LINE >> 20} MiB: write one result on each line (jsonl)")
+    return raw
 
 
 def kind_of(columns: Iterable[str]) -> ResultKind | None:
@@ -218,7 +226,7 @@ def _rows(path: Path) -> Iterator[Columns]:
 def _sglang_rows(path: Path) -> Iterator[Columns]:
     """Of a report: each comparison with its category, as SGLang concludes it. Raises DumpError."""
     with path.open("rb") as f:
-        for number, raw in enumerate(f, 1):
+        for number, raw in enumerate(iter(lambda: bounded_line(f, path), b""), 1):
             try:
                 line = json.loads(raw)
             except (ValueError, RecursionError):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.gate.bisect.edits import MODEL_LENGTH, BisectError, Edit, ServeCommand, ServerSetting, partial
 from vllm_accprobe.gate.bisect.search import (
     FAIL,
@@ -197,12 +198,13 @@ class Trials:
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
         made = self._made | {"source": asked.source}
-        with served(shlex.join(command.words), environ, place, asked.ready, asked.say) as (url, key):
-            plain = Sender(url, key, asked.timeout, asked.top, asked.max_tokens, asked.model)
+        with served("the run", shlex.join(command.words), environ, place, asked.ready, asked.say) as run:
+            server = run.command
+            plain = Sender(server.url, server.key, asked.timeout, asked.top, asked.max_tokens, asked.model)
             with waiting(lambda: "the run is sent the prompts", asked.say):
-                sender, server = plain.introduced()
+                sender, about = plain.introduced()
                 passes.send(
-                    sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made
+                    sender, about, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made
                 )
 
     def _known(self, key: str, place: Path) -> Tried | None:
@@ -218,11 +220,8 @@ class Trials:
 
 
 def _read(place: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((place / TRIAL).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) and value.get("schema") == 1 else {}
+    about = object_in(place / TRIAL, 1 << 20)
+    return about if about.get("schema") == 1 else {}
 
 
 RATE = gating.RATE

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from fake_paths import FakePaths
 
 from vllm_accprobe.gate import self_check
-from vllm_accprobe.gate.self_check import REQUESTS, OwnPath, SelfGate, judge
+from vllm_accprobe.gate.self_check import REQUESTS, OwnPath, SaltedSender, SelfGate, judge, step
 from vllm_accprobe.gate.sending.client import Reply
+from vllm_accprobe.gate.sending.prompts import GRAMMAR, PromptLine
 from vllm_accprobe.report.servers import self_check_json as to_json
 from vllm_accprobe.report.servers import self_check_lines as lines
 
@@ -114,3 +118,93 @@ def test_another_start_may_round_otherwise() -> None:
     assert "another start" in gate.findings[1].why
     off = {n: replace(r, cached=0) for n, r in answers(1, wrong={"hit": 0.5})["hit"].items()}
     assert judge(ways, said | {"sync": off}).outliers == ("sync",)
+
+
+# --- what is asked, and of which command ---
+
+
+def test_restarts_are_what_the_command_is_not() -> None:
+    words = ["vllm", "serve", "M"]
+    found = {w.name: self_check.path_command(words, w) for w in self_check.restarts(words, 2000)}
+    assert found == {
+        "eager": "vllm serve M --enable-prompt-tokens-details --enforce-eager",
+        "sync": "vllm serve M --enable-prompt-tokens-details --no-async-scheduling",
+        "sync-batch": "vllm serve M --enable-prompt-tokens-details --no-async-scheduling",
+        "chunks": "vllm serve M --enable-prompt-tokens-details --long-prefill-token-threshold=256",
+    }
+    other = [*words, "--enforce-eager", "--no-async-scheduling", "--enable-prompt-tokens-details"]
+    found = {w.name: self_check.path_command(other, w) for w in self_check.restarts(other, 10)}
+    assert found == {
+        "compiled": "vllm serve M --no-async-scheduling --enable-prompt-tokens-details",
+        "async": "vllm serve M --enforce-eager --enable-prompt-tokens-details --async-scheduling",
+        "async-batch": "vllm serve M --enforce-eager --enable-prompt-tokens-details --async-scheduling",
+    }
+
+
+def test_pieces_are_whole_blocks() -> None:
+    assert self_check.pieces(128) == []
+    assert self_check.pieces(129) == [128]
+    assert self_check.pieces(512) == [128, 256, 384]
+    assert self_check.pieces(8000) == [2048, 4096, 6144]
+
+
+# --- what meets the cache, and what does not ---
+
+
+PATHS = {w.name: w for w in REQUESTS}
+
+
+def test_only_what_is_to_hit_hits() -> None:
+    how = {"min_tokens": 4, "temperature": 0}
+    fake, line = FakePaths(), PromptLine("p", token_ids=tuple(range(300)), max_tokens=4, parameters=how)
+    with fake.serve() as (url, seen):
+        cached: dict[str, Any] = {}
+        replies: dict[str, Any] = {}
+        for name, path in PATHS.items():
+            forced = "scored" if path.scored else "accprobe" if path.before else None
+            asked = replace(line, along=tuple(replies["alone"].token_ids or ())) if forced else line
+            sender = SaltedSender(url, model="tiny", top=5, own=path, salt="s", way=forced)
+            reply = replies[name] = sender.ask(asked, "p", {}, time.monotonic())
+            cached[name] = reply.cached
+            assert reply.refused is None
+    assert cached == {"alone": 0, "again": 0, "batch": 0, "hit": 288, "pieces": 256, "scoring": None}
+    assert [c for _, _, c in fake.salts] == [0, 0, 0, 0, 288, 0, 128, 256, 0]
+    assert len({salt for salt, *_ in fake.salts}) == len(PATHS)
+    assert len({request for _, request in seen}) == len(seen)
+    scored, alone = replies["scoring"], replies["alone"]
+    assert scored.token_ids == alone.token_ids
+    assert len(scored.logprobs or ()) == len(scored.top or ()) == 4
+    assert scored.prompt_token_ids == alone.prompt_token_ids
+
+
+def test_what_a_grammar_forbids_is_not_scored() -> None:
+    """Only a server that decodes applies it: the two paths have other numbers anyway."""
+    base = {"p": Reply("p", 0.0, 0.0, [1] * 300, [7, 8])}
+    for name in ("top_p", *GRAMMAR):
+        lines = [PromptLine("p", token_ids=(1,) * 300, parameters={name: {}})]
+        sent = {path: len(self_check._lines(lines, base, PATHS[path], "accprobe")) for path in ("hit", "scoring")}
+        assert sent == {"hit": 1, "scoring": int(name not in GRAMMAR)}
+
+
+# --- the step of the logits, from log-probabilities ---
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(5.0, {2**-5, 2**-4}), (20.0, {2**-3, 2**-4})])
+def test_bfloat16_shows_its_spacing(size: float, steps: set[float]) -> None:
+    draw = np.random.default_rng(1)
+    for _ in range(20):
+        logits = bfloat16(draw.uniform(size * 0.85, size * 1.5, 20))
+        normal = np.float32(np.log(np.exp(logits.astype(np.float64)).sum()))
+        said = sorted((float(v) for v in logits - normal), reverse=True)
+        assert step(said) in steps
+
+
+def test_float32_has_none() -> None:
+    values = np.sort(np.random.default_rng(2).normal(-5, 2, 20).astype(np.float32))[::-1]
+    assert step([float(v) for v in values]) == 0.0
+    assert step([]) == step([-1.0, -2.0]) == 0.0
