@@ -390,7 +390,8 @@ def test_what_fails_on_a_few_rows_is_not_examined_on_all(whole: bool) -> None:
     wrong = other_output(linear(), lambda y: 1.05 * y)
     assert explained(wrong, causes=marked(doubled)) is None
     assert len(wrong.outputs["output.0"]) == 24
-    assert seen == ([24] if whole else [8])
+    (rows,) = seen
+    assert rows == 24 if whole else rows <= 8  # the worst four and four between, some of which may be the same
 
 
 @pytest.mark.parametrize("error", [KeyError("router"), ZeroDivisionError("by 0"), StopIteration()])

@@ -37,9 +37,8 @@ _CRASHES = 20
 _REUSED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 """glibc's settings (mallopt(3)) of a worker: pieces of up to 32 MiB, its largest threshold, are used again instead of
 being returned and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
-Cells = list[Any]
-Told = tuple[Cells, CheckResult]
-"""A row as the csv has it, and without its measures."""
+Cells = list[str]
+"""A row as opcheck.csv has it."""
 
 
 class RunError(Exception):
@@ -53,10 +52,9 @@ class Alone:
         self.bench = OpenJob(job)
         self.taps, self.problems = self.bench.taps(), self.bench.problems
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[CheckResult]]:
         for tap in taps:
-            rows = self.bench.rows(tap, {}, lambda step, call: None)
-            yield [(cells(row), replace(row, measures=None)) for row in rows]
+            yield list(self.bench.rows(tap, {}, lambda step, call: None))
             self.problems += [p for p in self.bench.problems if p not in self.problems]
 
     def close(self) -> None:
@@ -93,7 +91,7 @@ class Team:
             if process is not None:
                 process.close()
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[CheckResult]]:
         """The rows of each tap, in their order; taps in work wait until those before them are done."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         ready: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -103,14 +101,14 @@ class Team:
                    for w in range(len(self._workers))]  # fmt: skip
         for t in threads:
             t.start()
-        held: dict[int, list[Cells]] = {}
+        done: dict[int, list[CheckResult]] = {}
         for k in range(len(taps)):
-            while k not in held:
+            while k not in done:
                 number, rows = ready.get()
                 if isinstance(rows, Exception):
                     raise rows
-                held[number] = rows
-            yield [(row, from_cells(row)) for row in held.pop(k)]
+                done[number] = rows
+            yield done.pop(k)
 
     def _work(self, w: int, taps: Sequence[Tap], waiting: Any, ready: Any) -> None:
         while True:
@@ -124,7 +122,7 @@ class Team:
                 ready.put((k, error))
                 return
 
-    def _tap(self, w: int, tap: Tap) -> list[Cells]:
+    def _tap(self, w: int, tap: Tap) -> list[CheckResult]:
         crashed: list[tuple[int | None, int, str]] = []
         alone = False
         while True:
@@ -156,8 +154,8 @@ def _shared(job: Job, worker: int) -> Job:
     return job.on(job.devices[worker % len(job.devices)]) if job.devices else job
 
 
-def _error_row(tap: Tap, why: str) -> Cells:
-    return cells(unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR))
+def _error_row(tap: Tap, why: str) -> CheckResult:
+    return unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR)
 
 
 class _WorkerProcess:
@@ -187,18 +185,18 @@ class _WorkerProcess:
 
     def check(
         self, tap: Tap, crashed: Sequence[tuple[int | None, int, str]], problems: list[str], alone: bool
-    ) -> tuple[list[Cells], tuple[int | None, int] | None, str | None]:
+    ) -> tuple[list[CheckResult], tuple[int | None, int] | None, str | None]:
         """(rows, the call that had begun, "" where the tap is done, a sentence where it failed, None where the process
         died)."""
         self._say({"tap": tap, "crashed": crashed, "alone": alone})
-        rows: list[Cells] = []
+        rows: list[CheckResult] = []
         at: tuple[int | None, int] | None = None
         while True:
             message = self.hear()
             if message is None:
                 return rows, at, None
             if "row" in message:
-                rows.append(message["row"])
+                rows.append(CheckResult.of_plain(message["row"]))
             elif "begin" in message:
                 at = message["begin"][0], message["begin"][1]
             elif "failed" in message:
@@ -259,8 +257,8 @@ def run(
         for _ in old:
             done()
         for rows in team.check(taps[len(old) :]):
-            file.add(cells for cells, _ in rows)
-            found.rows += (row for _, row in rows)
+            file.add(map(cells, rows))
+            found.rows += (replace(row, measures=None) for row in rows)
             done()
         file.finish()
     if file.lost is not None:

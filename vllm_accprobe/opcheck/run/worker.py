@@ -295,8 +295,6 @@ def main() -> None:
         if "row" not in message:  # rows go out with what is said next
             channel.flush()
 
-    from vllm_accprobe.opcheck.run.table import cells
-
     try:
         job = Job.from_json(json.loads(sys.stdin.readline()))
         if job.runs_here:  # a race takes two; before torch or numba search for them
@@ -317,7 +315,7 @@ def main() -> None:
         rank, tap, cls = task["tap"]
         try:
             for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
-                say(row=cells(row))
+                say(row=row.to_plain())
             say(end=True, problems=[p for p in bench.problems if p not in said])
             said = bench.problems
         except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
