@@ -74,8 +74,8 @@ def _pairs(model: str, ways: str) -> list[tuple[str, str, str]]:
 
 CLEAN = [
     *_pairs("qwen2", "serial>mixed serial>chunk32 serial>staggered serial>serial-again mixed>mixed-again "
-            "serial>block64 serial>tp2 tp2>mixed float32>mixed float32>tp2-mixed serial>v2 alone-shared>prefix alone-guessable>ngram "
-            "alone-long>preempted transformers>mixed"),
+            "serial>block64 serial>tp2 tp2>mixed float32>mixed float32>tp2-mixed serial>v2 alone-shared>prefix "
+            "alone-guessable>ngram alone-long>preempted transformers>mixed"),
     *_pairs("llama", "float32>mixed transformers>mixed tp2>mixed"),
     *_pairs("qwen2-moe", "serial>mixed float32>mixed tp2>mixed transformers>mixed"),
     *_pairs("mixtral", "serial>mixed float32>mixed tp2>mixed transformers>mixed"),

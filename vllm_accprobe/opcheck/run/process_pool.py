@@ -27,7 +27,7 @@ from typing import IO, Any
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
 from vllm_accprobe.opcheck.run.result_row import ERROR, CheckResult, unchecked
 from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
-from vllm_accprobe.opcheck.run.worker import STORED, TOGETHER, Job, OpenJob, Tap
+from vllm_accprobe.opcheck.run.worker import STORED, TOGETHER, Job, Tap
 from vllm_accprobe.whole_file import GrowingCsv, NoSpace, write_text
 
 _AT_ONCE = 8
@@ -49,6 +49,8 @@ class Alone:
     """No process of its own: this one checks."""
 
     def __init__(self, job: Job):
+        from vllm_accprobe.opcheck.run.open_job import OpenJob
+
         self.bench = OpenJob(job)
         self.taps, self.problems = self.bench.taps(), self.bench.problems
 
