@@ -158,7 +158,7 @@ class Checking:
                 if "row" in message:
                     row = CheckResult.of_plain(message["row"])
                     file.add([cells(row)], flush=False)
-                    found.rows.append(replace(row, measures=None))
+                    found.rows.append(replace(row, measures=None, left=()))
                 elif "unsettled" in message:
                     self._given_up = str(message["unsettled"])
                 elif "finished" in message:

@@ -260,7 +260,7 @@ def run(
             done()
         for rows in team.check(taps[len(old) :]):
             file.add(map(cells, rows))
-            found.rows += (replace(row, measures=None) for row in rows)
+            found.rows += (replace(row, measures=None, left=()) for row in rows)
             done()
         file.finish()
     if file.lost is not None:
