@@ -30,9 +30,9 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours, Past
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.pooled import Pools
+from vllm_accprobe.opcheck.run.job import STORED, Job, Tap
 from vllm_accprobe.opcheck.run.open_job import OpenJob
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, SKIP
-from vllm_accprobe.opcheck.run.worker import STORED, Job, Tap
 
 _PASTS = 2 << 30
 """Chosen: bytes of keys and values that are kept over rounds; beyond them attention is checked in the end."""

@@ -30,10 +30,10 @@ from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import Receiver, TlsError
 from vllm_accprobe.online.shared import FolderReceiver
 from vllm_accprobe.opcheck.run import process_pool
+from vllm_accprobe.opcheck.run.job import Job
 from vllm_accprobe.opcheck.run.process_pool import CheckedRun
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 from vllm_accprobe.opcheck.run.table import COLUMNS, cells
-from vllm_accprobe.opcheck.run.worker import Job
 from vllm_accprobe.whole_file import GrowingCsv
 
 _PAUSE = 4.0

@@ -1,6 +1,6 @@
 """A job of opcheck, opened: the taps of its dump, and the rows of each.
 
-Elsewhere: the process that has it (worker.py), a call against its reference (replay.py). Needs torch.
+Elsewhere: the process that has it (process_pool.py), a call against its reference (replay.py). Needs torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.run import rerun, synthetic_inputs
+from vllm_accprobe.opcheck.run.job import AGAIN, DEVICE, EXACT, GOLDEN, STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.own_findings import corrected, own_findings
 from vllm_accprobe.opcheck.run.replay import Options, cache_rows, check_backward, check_call, check_stored
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, SKIP, STRICT, CheckResult, Unavailable
-from vllm_accprobe.opcheck.run.worker import AGAIN, DEVICE, EXACT, GOLDEN, STORED, TOGETHER, Job, Tap
 
 Rows = Iterator[CheckResult]
 Crashes = Mapping[tuple[int | None, int], str]

@@ -1,13 +1,13 @@
 """The processes that check taps, and a whole check with its csv.
 
 The problem: a kernel may crash and take its process with it, and torch takes seconds to import. The idea: a `Team` of
-worker processes (worker.py) that start together and take taps in the plan's order, each with one thread of torch; rows
+worker processes (`main`) that start together and take taps in the plan's order, each with one thread of torch; rows
 come out in that order, however many processes there are; a process that dies leaves a row for the call that killed it
-and is followed by another. `Alone` is the same without a process. Needs no torch itself.
+and is followed by another. Nothing is pickled. `Alone` is the same without a process. Needs no torch itself.
 
 A whole check may take hours, and end early: finished taps are appended to ``opcheck.csv.part``, which becomes
 opcheck.csv at the end. ``--resume`` keeps the finished taps of the part file and checks the others; what it must have
-been begun with stands in ``opcheck.json``. Not here: the checks (worker.py).
+been begun with stands in ``opcheck.json``. Not here: the checks (open_job.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
+from vllm_accprobe.opcheck.run.job import STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.result_row import ERROR, CheckResult, unchecked
 from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
-from vllm_accprobe.opcheck.run.worker import STORED, TOGETHER, Job, Tap
 from vllm_accprobe.whole_file import GrowingCsv, NoSpace, write_text
 
 _AT_ONCE = 8
@@ -166,9 +167,8 @@ class _WorkerProcess:
     def __init__(self, job: Job):
         # one thread each: sums come out the same however many processes there are, and small products are no slower
         self.process = Child(
-            "vllm_accprobe.opcheck.run.worker", env={**_REUSED, **os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
+            __name__, env={**_REUSED, **os.environ, **ONE_THREAD}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self._in, self._out = _pipe(self.process.stdin), _pipe(self.process.stdout)
         self._say(job.to_json())
 
@@ -214,6 +214,46 @@ class _WorkerProcess:
         for pipe in (self._in, self._out):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+def main() -> None:
+    """A worker: gets a job, then taps, one JSON object a line, and answers likewise; before each call it says which one
+    begins. Ends with its input."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the rows
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        if "row" not in message:  # rows go out with what is said next
+            channel.flush()
+
+    try:
+        job = Job.from_json(json.loads(sys.stdin.readline()))
+        if job.runs_here:  # a race takes two; before torch or numba search for them
+            for name in ONE_THREAD:
+                os.environ.pop(name, None)
+        from vllm_accprobe.opcheck.run.open_job import OpenJob
+
+        bench = OpenJob(job)
+        said = list(bench.problems)
+        say(taps=bench.taps(), problems=said)
+    except Exception as error:
+        kinds = {c.__name__ for c in type(error).__mro__}
+        known = kinds & {"DumpError", "OSError", "Unavailable"}
+        say(error=str(error) if known else f"{type(error).__name__}: {error}")
+        return
+
+    for line in sys.stdin:
+        task = json.loads(line)
+        crashed = {(step, call): why for step, call, why in task["crashed"]}
+        rank, tap, cls = task["tap"]
+        try:
+            for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
+                say(row=row.to_plain())
+            say(end=True, problems=[p for p in bench.problems if p not in said])
+            said = bench.problems
+        except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
+            say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:

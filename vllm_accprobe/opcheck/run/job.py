@@ -1,21 +1,13 @@
-"""One process of opcheck: gets a job, checks the taps that it gets, and writes rows as lines of JSON.
+"""What one check of opcheck was requested to do, as its processes get it. Needs no torch.
 
-The problem: an operator's own kernel may crash, or need more memory than there is, and must not take the other hundred
-thousand checks with it. The idea: this program (started as a child, children.py) reads one job and then taps from its
-standard input; before each call it says which one begins, so that whoever started it knows what it died of. Nothing is
-pickled. Elsewhere: the checks (open_job.py, which needs torch), who starts it (process_pool.py).
+Elsewhere: the processes (process_pool.py), the dump that is opened for it (open_job.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-from vllm_accprobe.children import ONE_THREAD
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
 _LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit",
@@ -84,41 +76,3 @@ Tap = tuple[int, str, str]
 TOGETHER = (None, -1)
 """What begins where several calls are evaluated as one: whose fault a crash is then shows when each is alone."""
 STORED: Tap = (-1, "", "")
-
-def main() -> None:
-    """The protocol: a job, then taps, one JSON object a line; answers likewise. Ends with its input."""
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the rows
-
-    def say(**message: Any) -> None:
-        channel.write(json.dumps(message) + "\n")
-        if "row" not in message:  # rows go out with what is said next
-            channel.flush()
-
-    try:
-        job = Job.from_json(json.loads(sys.stdin.readline()))
-        if job.runs_here:  # a race takes two; before torch or numba search for them
-            for name in ONE_THREAD:
-                os.environ.pop(name, None)
-        from vllm_accprobe.opcheck.run.open_job import OpenJob
-
-        bench = OpenJob(job)
-        said = list(bench.problems)
-        say(taps=bench.taps(), problems=said)
-    except Exception as error:
-        kinds = {c.__name__ for c in type(error).__mro__}
-        known = kinds & {"DumpError", "OSError", "Unavailable"}
-        say(error=str(error) if known else f"{type(error).__name__}: {error}")
-        return
-
-    for line in sys.stdin:
-        task = json.loads(line)
-        crashed = {(step, call): why for step, call, why in task["crashed"]}
-        rank, tap, cls = task["tap"]
-        try:
-            for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
-                say(row=row.to_plain())
-            say(end=True, problems=[p for p in bench.problems if p not in said])
-            said = bench.problems
-        except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
-            say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
