@@ -21,7 +21,7 @@ Not here: places (places.py) and options (options.py), cases written by hand and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.cases import CASES, HELD_OUT, TUNED, Case, half
@@ -124,15 +124,8 @@ def _twos() -> Iterator[Case]:
             continue
         a, b = sorted((first, drawn), key=lambda d: d[1])
         second = b[0].expected(b[1]) or (b[2]["module"],)
-        yield Case(
-            f"two-{place.model}-{a[3]}-and-{b[3]}",
-            place.model,
-            [a[2], b[2]],
-            "float32",
-            culprits=a[0].expected(a[1]),
-            second=second,
-            group="two",
-        )
+        yield Case(f"two-{place.model}-{a[3]}-and-{b[3]}", place.model, [a[2], b[2]], "float32",
+                   culprits=a[0].expected(a[1]), second=second, group="two")  # fmt: skip
 
 
 NEAR = 2 * 0.41 * 2.0**-8
@@ -147,9 +140,6 @@ def nears() -> Iterator[Case]:
     sorts += ("activation", "gate", "picture", "picture linear")
     per_model = {m: [p for p in ps if p.sort in sorts] for m, ps in RANDOM.items()}
     rng = random.Random("near")
-    forms = [
-        _near_all, _near_jitter, _near_block, _near_column, _near_decode, _near_quarter, _near_jitter, _near_offset,
-    ]  # fmt: skip
     decks: dict[str, list[Place]] = {}
     turn = 0
     while True:
@@ -158,7 +148,7 @@ def nears() -> Iterator[Case]:
                 decks[model] = rng.sample(per_model[model], len(per_model[model]))
             place = decks[model].pop()
             layer = rng.choice(place.layers)
-            form = forms[turn % len(forms)]
+            form = _FORMS[turn % len(_FORMS)]
             turn += 1
             fault = form(place, rng)
             if fault is None:
@@ -172,14 +162,6 @@ def _scaled(excess: float, **more: Any) -> Fault:
     return {"kind": "scale", "factor": round(1 + excess, 4), **more}
 
 
-def _near_all(place: Place, rng: random.Random) -> Fault:
-    return _scaled(NEAR)
-
-
-def _near_jitter(place: Place, rng: random.Random) -> Fault:
-    return {"kind": "jitter", "factor": round(NEAR, 4)}
-
-
 def _near_block(place: Place, rng: random.Random) -> Fault:
     """One head."""
     first = place.block * rng.randrange(place.columns // place.block)
@@ -187,22 +169,24 @@ def _near_block(place: Place, rng: random.Random) -> Fault:
     return _scaled(NEAR / share**0.5, features=list(range(first, first + place.block)))
 
 
-def _near_column(place: Place, rng: random.Random) -> Fault:
-    return _scaled(NEAR * place.columns**0.5, features=[rng.randrange(place.columns)])
+def _near_all(place: Place, rng: random.Random) -> Fault | None:
+    return _scaled(NEAR)
 
 
-def _near_quarter(place: Place, rng: random.Random) -> Fault:
-    """Every fourth column."""
-    return _scaled(2 * NEAR, features=list(range(rng.randrange(4), place.columns, 4)))
+def _near_jitter(place: Place, rng: random.Random) -> Fault | None:
+    return {"kind": "jitter", "factor": round(NEAR, 4)}
 
 
-def _near_decode(place: Place, rng: random.Random) -> Fault | None:
-    return _scaled(NEAR, rows="decode") if place.rows else None
-
-
-def _near_offset(place: Place, rng: random.Random) -> Fault | None:
-    """Norms only: the size of a row's elements is 1 there."""
-    return {"kind": "add", "factor": round(NEAR, 4)} if place.sort.endswith("norm") else None
+_FORMS: tuple[Callable[[Place, random.Random], Fault | None], ...] = (
+    _near_all, _near_jitter, _near_block,
+    lambda place, rng: _scaled(NEAR * place.columns**0.5, features=[rng.randrange(place.columns)]),
+    lambda place, rng: _scaled(NEAR, rows="decode") if place.rows else None,
+    lambda place, rng: _scaled(2 * NEAR, features=list(range(rng.randrange(4), place.columns, 4))),
+    _near_jitter,
+    lambda place, rng: {"kind": "add", "factor": round(NEAR, 4)} if place.sort.endswith("norm") else None,
+)  # fmt: skip
+"""All elements, each by another factor, a head, one column, rows of decode, every fourth column, an offset of norms
+(the size of a row's elements is 1 there)."""
 
 
 _L = "model.layers"
@@ -219,51 +203,23 @@ def _everywhere(name: str, model: str, faults: list[Fault], golden: str, culprit
 _MIX0 = f"{_L}.0.block_sparse_moe.experts"
 EVERYWHERE = [
     _everywhere("scale", "qwen2", _in_all(f"{_L}.{{}}.mlp.down_proj", 4, "scale", 1.03), "float32"),
-    # One rotary embedding is shared by all layers.
     _everywhere("rope-table", "llama", _in_all(f"{_L}.{{}}.self_attn.rotary_emb", 1, "angle", 1.01), "serial"),
-    _everywhere(
-        "norm-eps",
-        "qwen2",
-        _in_all(f"{_L}.{{}}.input_layernorm", 4, "eps", 0.05)
-        + _in_all(f"{_L}.{{}}.post_attention_layernorm", 4, "eps", 0.05),
-        "float32",
-    ),
+    _everywhere("norm-eps", "qwen2", [
+        fault for name in ("input", "post_attention")
+        for fault in _in_all(f"{_L}.{{}}.{name}_layernorm", 4, "eps", 0.05)], "float32"),
     _everywhere("softmax-scale", "qwen2-moe", _in_all(f"{_L}.{{}}.self_attn.attn", 3, "attn", 1.05), "float32"),
-    _everywhere(
-        "window",
-        "llama",
-        _in_all(f"{_L}.{{}}.self_attn.attn", 3, "setting", 100, param="impl.sliding_window"),
-        "serial",
-    ),
+    _everywhere("window", "llama", _in_all(f"{_L}.{{}}.self_attn.attn", 3, "setting", 100,
+                param="impl.sliding_window"), "serial"),
     _everywhere("activation", "trained-qwen2", _in_all(f"{_L}.{{}}.mlp.act_fn", 4, "act", 1.05), "float32"),
     _everywhere("bias-forgotten", "qwen2", _in_all(f"{_L}.{{}}.self_attn.qkv_proj", 4, "bias", 1.0), "serial"),
-    _everywhere(
-        "soft-cap",
-        "trained-llama",
-        _in_all(f"{_L}.{{}}.self_attn.attn", 4, "setting", 10.0, param="impl.logits_soft_cap"),
-        "float32",
-    ),
-    _everywhere(
-        "column",
-        "llama",
-        _in_all(f"{_L}.{{}}.mlp.gate_up_proj", 3, "scale", 1.2, features=[300]),
-        "serial",
-    ),
-    _everywhere(
-        "expert-scale",
-        "mixtral",
-        _in_all(
-            f"{_L}.{{}}.block_sparse_moe.experts.routed_experts.quant_method",
-            2,
-            "expert",
-            1.05,
-            expert=1,
-        ),
-        "float32",
-        (f"{_MIX0}.routed_experts.quant_method", _MIX0),
-    ),
-]
-"""Ten: a scale, table, eps, softmax scale, mask, activation, bias forgotten, wrong constant, one column, one expert."""
+    _everywhere("soft-cap", "trained-llama", _in_all(f"{_L}.{{}}.self_attn.attn", 4, "setting", 10.0,
+                param="impl.logits_soft_cap"), "float32"),
+    _everywhere("column", "llama", _in_all(f"{_L}.{{}}.mlp.gate_up_proj", 3, "scale", 1.2, features=[300]), "serial"),
+    _everywhere("expert-scale", "mixtral", _in_all(f"{_L}.{{}}.block_sparse_moe.experts.routed_experts.quant_method",
+                2, "expert", 1.05, expert=1), "float32", (f"{_MIX0}.routed_experts.quant_method", _MIX0)),
+]  # fmt: skip
+"""Ten: a scale, table (one rotary embedding is shared by all layers), eps, softmax scale, mask, activation, bias
+forgotten, wrong constant, one column, one expert."""
 
 
 def generated() -> list[Case]:

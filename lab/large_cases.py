@@ -27,7 +27,7 @@ from support.prompts import prompts
 from lab.cases import HANDWRITTEN, HELD_OUT, TUNED, half
 from lab.generated import draws
 from lab.large_models import EXPERTS, HEAD, INNER, LAYERS, REAL, SOFT_CAP, WIDTH, WINDOW
-from lab.options import column
+from lab.options import at, block, column, expert, one_of
 from lab.places import Fault, Place, attention, dense_model, ends, experts, mlp
 from lab.ways import TEXT
 
@@ -161,51 +161,14 @@ def _any(kind: str, *factors: float, rows: bool = True, **more: Any) -> Any:
     return option
 
 
-def _one_of(kind: str, *factors: float) -> Any:
-    """One column (of a product: one row of the weight) by one of ``factors``."""
-    return lambda place: (
-        lambda rng: {
-            "kind": kind,
-            "factor": rng.choice(factors),
-            "features": [rng.randrange(place.columns)],
-        }
-    )
-
-
-def _block(*factors: float) -> Any:
-    def option(place: Place) -> Any:
-        def fault(rng: random.Random) -> Fault:
-            first = place.block * rng.randrange(place.columns // place.block)
-            return {"kind": "scale", "factor": rng.choice(factors), "features": list(range(first, first + place.block))}
-
-        return fault
-
-    return option
-
-
-def _expert(kind: str, *factors: float, **more: Any) -> Any:
-    return lambda place: (
-        lambda rng: {
-            "kind": kind,
-            "factor": rng.choice(factors),
-            "expert": rng.randrange(place.experts),
-            **more,
-        }
-    )
-
-
-def _at(kind: str, factor: float, *rows: str) -> Any:
-    return lambda place: lambda rng: {"kind": kind, "factor": factor, "rows": rng.choice(rows)}
-
-
 _SCALE = _any("scale", 1.02, 1.03, 1.05, 0.97)
-_STALE = _at("stale", 1.0, "position:10", "position:30", "position:200")
+_STALE = at("stale", 1.0, "position:10", "position:30", "position:200")
 _LINEAR = (
     _SCALE,
     column("scale", 0.012, 0.03),
-    _block(1.06, 1.1),
+    block(1.06, 1.1),
     _any("product", 0.03, 0.05),
-    _one_of("product", 0.5),
+    one_of("product", 0.5),
     _any("short", 1, 4, rows=False),
     _any("low_sum", 32, 88, rows=False),
     _any("coarse_input", 4, 5),
@@ -224,9 +187,9 @@ _ATTENTION = (
     _any("attn", 1.02, 1.03, 0.97, rows=False),
     _any("kernel_scale", 1.02, 1.03, 0.97),
     _any("coarse_values", 127, 63, rows=False),
-    _block(1.03, 1.06),
+    block(1.03, 1.06),
     _SCALE,
-    _at("cache", 0.0, "position:5", "position:12", "position:21"),
+    at("cache", 0.0, "position:5", "position:12", "position:21"),
     _any("cache", 1.05, 1.1),
     _STALE,
 )
@@ -244,8 +207,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "rotation": (_any("angle", 1.0005, 1.002, rows=False), _any("coarse_table", 4, 5, rows=False)),
     "router": (column("scale", 0.03), _any("coarse", 5), _SCALE),
     "experts": (lambda place: lambda rng: {"kind": "route", "factor": 1, "rows": rng.choice(place.rows)},),
-    "expert": (_expert("expert", 1.03, 1.06), _SCALE),
-    "expert weights": (_expert("noise", 0.05, 0.1, param="w2_weight"), _expert("noise", 0.05, 0.1, param="w13_weight")),
+    "expert": (expert("expert", 1.03, 1.06), _SCALE),
+    "expert weights": (expert("noise", 0.05, 0.1, param="w2_weight"), expert("noise", 0.05, 0.1, param="w13_weight")),
     "embedding": (_any("scale", 1.02, 1.05, rows=False), column("scale", 0.012), _any("coarse", 5, rows=False)),
     "residual": (_any("scale", 1.02, 1.05, output=1),),
     "head": (lambda place: lambda rng: {"kind": "logits", "factor": 1.25, "features": [rng.randrange(512)]},

@@ -42,18 +42,14 @@ def column(kind: str, *sizes: float) -> Maker:
     return option
 
 
-def _one_row_of_weight(*factors: float) -> Maker:
-    def option(place: Place) -> Option:
-        return lambda rng: {
-            "kind": "product",
-            "factor": rng.choice(factors),
-            "features": [rng.randrange(place.columns)],
-        }
-
-    return option
+def one_of(kind: str, *factors: float) -> Maker:
+    """One column (of a product: one row of the weight) by one of ``factors``."""
+    return lambda place: lambda rng: {
+        "kind": kind, "factor": rng.choice(factors), "features": [rng.randrange(place.columns)],
+    }  # fmt: skip
 
 
-def _block(*factors: float) -> Maker:
+def block(*factors: float) -> Maker:
     def option(place: Place) -> Option:
         def fault(rng: random.Random) -> Fault:
             first = place.block * rng.randrange(place.columns // place.block)
@@ -65,19 +61,13 @@ def _block(*factors: float) -> Maker:
     return option
 
 
-def _expert(kind: str, *factors: float, **more: Any) -> Maker:
-    def option(place: Place) -> Option:
-        return lambda rng: {
-            "kind": kind,
-            "factor": rng.choice(factors),
-            "expert": rng.randrange(place.experts),
-            **more,
-        }
-
-    return option
+def expert(kind: str, *factors: float, **more: Any) -> Maker:
+    return lambda place: lambda rng: {
+        "kind": kind, "factor": rng.choice(factors), "expert": rng.randrange(place.experts), **more,
+    }  # fmt: skip
 
 
-def _at(kind: str, factor: float, *rows: str) -> Maker:
+def at(kind: str, factor: float, *rows: str) -> Maker:
     return lambda place: lambda rng: {"kind": kind, "factor": factor, "rows": rng.choice(rows)}
 
 
@@ -85,9 +75,9 @@ _SCALE = _everything("scale", 1.02, 1.03, 1.05, 1.1, 0.97)
 _LINEAR = (
     _SCALE,
     column("scale", 0.006, 0.012, 0.03),
-    _block(1.03, 1.06),
+    block(1.03, 1.06),
     _everything("product", 0.03, 0.05, 0.1),
-    _one_row_of_weight(0.3, 0.5),
+    one_of("product", 0.3, 0.5),
     _everything("short", 1, 2, rows=False),
     _everything("low_sum", 1, rows=False),
     _everything("coarse", 5, 6),
@@ -101,9 +91,9 @@ _NORM = (
 )
 _ATTENTION = (
     _everything("attn", 1.02, 1.03, 1.06, 0.97, rows=False),
-    _block(1.03, 1.06, 0.97),
+    block(1.03, 1.06, 0.97),
     _SCALE,
-    _at("cache", 0.0, "position:5", "position:12", "position:21"),
+    at("cache", 0.0, "position:5", "position:12", "position:21"),
     _everything("cache", 1.05, 1.1),
 )
 OPTIONS: dict[str, tuple[Maker, ...]] = {
@@ -114,7 +104,7 @@ OPTIONS: dict[str, tuple[Maker, ...]] = {
     "later norm": (*_NORM, _everything("eps", 0.06, 0.2, rows=False)),
     "attention": (
         *_ATTENTION,
-        _at("stale", 1.0, "position:10", "position:30"),
+        at("stale", 1.0, "position:10", "position:30"),
         _everything("setting", 100, 200, rows=False, param="impl.sliding_window"),
         _everything("setting", 20.0, 30.0, rows=False, param="impl.logits_soft_cap"),
     ),
@@ -131,10 +121,10 @@ OPTIONS: dict[str, tuple[Maker, ...]] = {
     "experts": (
         lambda place: lambda rng: {"kind": "route", "factor": rng.choice((1, 3)), "rows": rng.choice(place.rows)},
     ),
-    "expert": (_expert("expert", 1.03, 1.06), _SCALE),
+    "expert": (expert("expert", 1.03, 1.06), _SCALE),
     "expert weights": (
-        _expert("noise", 0.05, 0.1, param="w2_weight"),
-        _expert("noise", 0.05, 0.1, param="w13_weight"),
+        expert("noise", 0.05, 0.1, param="w2_weight"),
+        expert("noise", 0.05, 0.1, param="w13_weight"),
     ),
     "shared": (_everything("scale", 1.03, 1.06), _everything("zero", 0.0, rows=False)),
     "small": (_everything("scale", 1.03, 1.06),),

@@ -8,27 +8,55 @@ Kernels are never touched: their results are right for the wrong state that they
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from lab import state_lab as lab
+from lab.state_lab import around
 
 Before = Callable[[int], None]
+
+
+def _after(owner: Any, name: str, change: Callable[[Any], None], at: int, last: int | None = None) -> None:
+    """``change`` gets what the method gave in its calls from ``at`` to ``last``, counted from 1."""
+    calls = itertools.count(1)
+
+    def after(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if at <= next(calls) <= (last or at):
+            change(result)
+        return result
+
+    around(owner, name, after)
+
+
+def _layers(llm: Any) -> list[Any]:
+    return list(lab.runner_of(llm).vllm_config.compilation_config.static_forward_context.values())
+
+
+def _with_states(llm: Any) -> Any:
+    """The first layer whose cache is a tuple of states."""
+    return next(one for one in _layers(llm) if isinstance(getattr(one, "kv_cache", None), tuple))
+
+
+def _tables(llm: Any) -> Any:
+    """Blocks by vLLM's id of a request."""
+    return lab.scheduler_of(llm).kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
 
 
 def freed(llm: Any, victim: str = "a", at: int = 4) -> Before:
     """The scheduler gives back the blocks of a request that goes on (vllm-ascend 13501: an asynchronous save frees
     them): the next request gets them."""
-    scheduler = lab.scheduler_of(llm)
 
     def before(step: int) -> None:
         if step != at:
             return
-        manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-        blocks = manager.req_to_blocks[lab.named(manager.req_to_blocks, victim)]
-        pool = scheduler.kv_cache_manager.block_pool
+        tables = _tables(llm)
+        blocks = tables[lab.named(tables, victim)]
+        pool = lab.scheduler_of(llm).kv_cache_manager.block_pool
         pool.free_blocks(list(blocks[:1]))
         queue = pool.free_block_queue  # as if it had waited longest: the next request gets it
         queue.remove(blocks[0])
@@ -40,61 +68,39 @@ def freed(llm: Any, victim: str = "a", at: int = 4) -> Before:
 def stale_slot(llm: Any, row: int = 0, at: int = 6) -> None:
     """The slots of one step are those of the step before, for one request (aiter 4076, vllm 47303: metadata that was
     not made anew)."""
-    runner, calls = lab.runner_of(llm), {"n": 0}
-    v2 = hasattr(runner, "block_tables")
-    owner, name = (runner.block_tables, "compute_slot_mappings") if v2 else (runner, "_get_slot_mappings")
-    original = getattr(owner, name)
+    runner = lab.runner_of(llm)
 
-    def stale(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        calls["n"] += 1
-        if calls["n"] == at:
-            slots = result[0] if v2 else next(iter(result[0].values()))
-            slots[row] -= 1
-        return result
+    def stale(result: Any) -> None:
+        slots = result[0] if hasattr(runner, "block_tables") else next(iter(result[0].values()))
+        slots[row] -= 1
 
-    setattr(owner, name, stale)
+    if hasattr(runner, "block_tables"):
+        _after(runner.block_tables, "compute_slot_mappings", stale, at)
+    else:
+        _after(runner, "_get_slot_mappings", stale, at)
 
 
 def dropped_row(llm: Any, at: int = 6) -> None:
     """The kernel leaves out the last row of a step: its slot keeps what it had, though all metadata are right."""
     from vllm.v1.worker import gpu_model_runner  # noqa: F401
 
-    runner = lab.runner_of(llm)
-    layers = runner.vllm_config.compilation_config.static_forward_context
-    for layer in [one for one in layers.values() if hasattr(getattr(one, "impl", None), "do_kv_cache_update")][1:2]:
-        original, calls = layer.impl.do_kv_cache_update, {"n": 0}
+    calls = itertools.count(1)
 
-        def update(
-            module: Any, key: Any, value: Any, cache: Any, slots: Any, original: Any = original, calls: Any = calls
-        ) -> Any:
-            calls["n"] += 1
-            if calls["n"] == at:
-                slots = slots.clone()
-                slots[-1] = -1
-            return original(module, key, value, cache, slots)
+    def update(original: Any, module: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
+        if next(calls) == at:
+            slots = slots.clone()
+            slots[-1] = -1
+        return original(module, key, value, cache, slots)
 
-        layer.impl.do_kv_cache_update = update
+    second = [one.impl for one in _layers(llm) if hasattr(getattr(one, "impl", None), "do_kv_cache_update")][1]
+    around(second, "do_kv_cache_update", update)
 
 
-def _state_metadata(metadata: Any) -> Any:
-    return next(one for one in metadata.values() if hasattr(one, "state_indices_tensor_d")
-                or hasattr(one, "non_spec_state_indices_tensor"))  # fmt: skip
-
-
-def _changed_metadata(llm: Any, at: int, change: Callable[[Any], None]) -> None:
+def _states(llm: Any, change: Callable[[Any], None], at: int) -> None:
     """``change`` gets the metadata of the states' layers of the ``at``-th step, before anything runs with it."""
-    runner, calls = lab.runner_of(llm), {"n": 0}
-    original = runner._build_attention_metadata
-
-    def build(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        calls["n"] += 1
-        if calls["n"] == at:
-            change(_state_metadata(result[0]))
-        return result
-
-    runner._build_attention_metadata = build
+    _after(lab.runner_of(llm), "_build_attention_metadata", lambda result: change(next(
+        one for one in result[0].values() if hasattr(one, "state_indices_tensor_d")
+        or hasattr(one, "non_spec_state_indices_tensor"))), at)  # fmt: skip
 
 
 def _first_of(one: Any, *names: str) -> Any:
@@ -108,7 +114,7 @@ def other_state(llm: Any, at: int = 8) -> None:
         indices = _first_of(one, "state_indices_tensor_d", "non_spec_state_indices_tensor")
         indices[:2] = indices[:2].flip(0).clone()
 
-    _changed_metadata(llm, at, change)
+    _states(llm, change, at)
 
 
 def no_state(llm: Any, at: int = 1) -> None:
@@ -117,110 +123,82 @@ def no_state(llm: Any, at: int = 1) -> None:
     def change(one: Any) -> None:
         _first_of(one, "has_initial_states_p", "has_initial_state")[:] = True
 
-    _changed_metadata(llm, at, change)
+    _states(llm, change, at)
 
 
 def swapped_states(llm: Any, at: int = 8) -> Before:
     """The states of two requests change places in the cache of one layer: indices are right, bytes are another's."""
-    runner = lab.runner_of(llm)
 
     def before(step: int) -> None:
         if step != at:
             return
-        layers = runner.vllm_config.compilation_config.static_forward_context
-        layer = next(one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), tuple))
-        scheduler = lab.scheduler_of(llm)
-        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
-        held = next(one.req_to_blocks for one in groups if "amba" in type(one).__name__)
-        first, second = (blocks[-1].block_id for blocks in list(held.values())[:2])
-        for cache in layer.kv_cache:
-            kept = cache[first].clone()
-            cache[first] = cache[second]
-            cache[second] = kept
+        groups = lab.scheduler_of(llm).kv_cache_manager.coordinator.single_type_managers
+        tables = next(one.req_to_blocks for one in groups if "amba" in type(one).__name__)
+        first, second = (blocks[-1].block_id for blocks in list(tables.values())[:2])
+        for cache in _with_states(llm).kv_cache:
+            cache[[first, second]] = cache[[second, first]]
 
     return before
+
+
+def _late(llm: Any, owner: Any, name: str, wanted: Callable[..., bool] = lambda *args: True) -> None:
+    """The calls of a method are made when the forward behind them is over."""
+    original, waiting = getattr(owner, name), list[Any]()
+
+    def later(_: Any, *args: Any, **kwargs: Any) -> None:
+        if wanted(*args):
+            waiting.append((args, kwargs))
+
+    def forward(run: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        while waiting:
+            args, kwargs = waiting.pop()
+            original(*args, **kwargs)
+        return result
+
+    around(owner, name, later)
+    around(lab.runner_of(llm), "_model_forward", forward)
 
 
 def late_state_copy(llm: Any) -> None:
     """The copy of a state to its next block is made behind the forward that reads it."""
     from vllm.v1.worker import mamba_utils
 
-    runner = lab.runner_of(llm)
-    forward, waiting = runner._model_forward, []
-    original = mamba_utils.do_mamba_copy_block
-
-    def later(bufs: Any) -> None:
-        if bufs.offset:
-            waiting.append(bufs)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        mamba_utils.do_mamba_copy_block = later
-        result = forward(*args, **kwargs)
-        while waiting:
-            original(waiting.pop())
-        return result
-
-    mamba_utils.do_mamba_copy_block = later
-    runner._model_forward = run
+    _late(llm, mamba_utils, "do_mamba_copy_block", lambda bufs: bool(bufs.offset))
 
 
-def late_load(llm: Any, delay: str = "after the forward") -> None:
+def late_load(llm: Any) -> None:
     """What a connector brings arrives when the forward that reads it is over (LMCache 4247, sglang 23020)."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    runner, connector = lab.runner_of(llm), get_kv_transfer_group()
-    load, forward, waiting = connector.start_load_kv, runner._model_forward, []
-
-    def later(context: Any, **kwargs: Any) -> None:
-        waiting.append((context, kwargs))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        while waiting:
-            context, more = waiting.pop()
-            load(context, **more)
-        return result
-
-    connector.start_load_kv = later
-    runner._model_forward = run
+    _late(llm, get_kv_transfer_group(), "start_load_kv")
 
 
 def flipped_bit(llm: Any, victim: str = "a", at: int = 6, layer: int = 2) -> Before:
     """One bit of a block changes between two steps, in one layer."""
-    runner = lab.runner_of(llm)
 
     def before(step: int) -> None:
-        if step != at:
-            return
-        scheduler = lab.scheduler_of(llm)
-        held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        block = held[lab.named(held, victim)][0].block_id
-        layers = runner.vllm_config.compilation_config.static_forward_context
-        attentions = [one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), torch.Tensor)]
-        cache = attentions[layer].kv_cache
-        words = cache[block].view(torch.int16)
-        words.view(-1)[17] ^= 1
+        if step == at:
+            tables = _tables(llm)
+            block = tables[lab.named(tables, victim)][0].block_id
+            attentions = [x for x in _layers(llm) if isinstance(getattr(x, "kv_cache", None), torch.Tensor)]
+            attentions[layer].kv_cache[block].view(torch.int16).view(-1)[17] ^= 1
 
     return before
 
 
 def strange_hit(llm: Any, donor: str = "a") -> Before:
     """The prefix cache gives a request the block of other tokens: as if two hashes were equal."""
-    scheduler = lab.scheduler_of(llm)
-    manager = scheduler.kv_cache_manager
-    find = manager.get_computed_blocks
 
-    def found(request: Any) -> Any:
-        held = manager.coordinator.single_type_managers[0].req_to_blocks
-        names = [one for one in held if one.partition("-")[0] == donor]
+    def found(original: Any, request: Any) -> Any:
+        tables = _tables(llm)
+        names = [one for one in tables if one.partition("-")[0] == donor]
         if request.request_id.partition("-")[0] == donor or not names or request.num_computed_tokens:
-            return find(request)
-        blocks, _, *rest = find(request)
-        donors = list(held[names[0]][:1])
-        made = type(blocks)((donors,))
-        return (made, 32, *rest)
+            return original(request)
+        blocks, _, *rest = original(request)
+        return (type(blocks)((list(tables[names[0]][:1]),)), 32, *rest)
 
-    manager.get_computed_blocks = found
+    around(lab.scheduler_of(llm).kv_cache_manager, "get_computed_blocks", found)
     return lambda step: None
 
 
@@ -230,65 +208,49 @@ def strange_hit(llm: Any, donor: str = "a") -> Before:
 def hit_of(llm: Any, columns: Sequence[tuple[str, int]], victim: str = "b", tokens: int | None = None) -> Before:
     """A prefix hit gives ``victim`` the blocks that others hold, (request, column of its table) each; also of requests
     that have ended by then, whose blocks may be others' now."""
-    scheduler = lab.scheduler_of(llm)
-    manager = scheduler.kv_cache_manager
-    find, known = manager.get_computed_blocks, {}
+    known: dict[tuple[str, int], Any] = {}
 
-    def found(request: Any) -> Any:
+    def found(original: Any, request: Any) -> Any:
         if request.request_id.partition("-")[0] != victim or request.num_computed_tokens:
-            return find(request)
-        blocks, _, *rest = find(request)
-        made = type(blocks)(([known[place] for place in columns],))
-        return (made, tokens or 32 * len(columns), *rest)
+            return original(request)
+        blocks, _, *rest = original(request)
+        return (type(blocks)(([known[place] for place in columns],)), tokens or 32 * len(columns), *rest)
 
     def before(step: int) -> None:
-        for name, blocks in manager.coordinator.single_type_managers[0].req_to_blocks.items():
+        for name, blocks in _tables(llm).items():
             for column, block in enumerate(blocks):
                 known.setdefault((name.partition("-")[0], column), block)
 
-    manager.get_computed_blocks = found
+    around(lab.scheduler_of(llm).kv_cache_manager, "get_computed_blocks", found)
     return before
 
 
-def _keys_without(llm: Any, change: Callable[[Any], Callable[[], None]]) -> None:
-    """Keys of blocks are made of requests that ``change`` has taken something from; what it returns gives it back."""
-    from vllm.v1.core import kv_cache_utils
+def _keys_without(name: str, nothing: Any = None) -> Callable[[Any], None]:
+    """Keys of blocks are made of requests whose attribute ``name`` is ``nothing``."""
 
-    original = kv_cache_utils.generate_block_hash_extra_keys
-
-    def made(request: Any, *args: Any) -> Any:
-        back = change(request)
+    def made(original: Any, request: Any, *args: Any) -> Any:
+        value = getattr(request, name)
+        setattr(request, name, nothing)
         try:
             return original(request, *args)
         finally:
-            back()
+            setattr(request, name, value)
 
-    kv_cache_utils.generate_block_hash_extra_keys = made
-    llm._accprobe_undo = lambda: setattr(kv_cache_utils, "generate_block_hash_extra_keys", original)
+    def plant(llm: Any) -> None:
+        from vllm.v1.core import kv_cache_utils
 
+        original = kv_cache_utils.generate_block_hash_extra_keys
+        around(kv_cache_utils, "generate_block_hash_extra_keys", made)
+        llm._accprobe_undo = lambda: setattr(kv_cache_utils, "generate_block_hash_extra_keys", original)
 
-def _without(name: str, nothing: Any = None) -> Callable[[Any], Callable[[], None]]:
-    def change(request: Any) -> Callable[[], None]:
-        value = getattr(request, name)
-        setattr(request, name, nothing)
-        return lambda: setattr(request, name, value)
-
-    return change
+    return plant
 
 
-def no_adapter_in_keys(llm: Any) -> None:
-    """A block's key has no adapter in it (vllm 30931, 42125): adapters share prefixes."""
-    _keys_without(llm, _without("lora_request"))
-
-
-def no_salt_in_keys(llm: Any) -> None:
-    """A block's key has no salt in it."""
-    _keys_without(llm, _without("cache_salt"))
-
-
-def no_images_in_keys(llm: Any) -> None:
-    """A block's key has no image in it: pictures share the prefix of their text."""
-    _keys_without(llm, _without("mm_features", []))
+no_adapter_in_keys = _keys_without("lora_request")
+"""A block's key has no adapter in it (vllm 30931, 42125): adapters share prefixes."""
+no_salt_in_keys = _keys_without("cache_salt")
+no_images_in_keys = _keys_without("mm_features", [])
+"""Pictures share the prefix of their text."""
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -296,18 +258,12 @@ def no_images_in_keys(llm: Any) -> None:
 
 def metadata(llm: Any, change: Callable[[Any], None], at: int = 6, last: int | None = None) -> None:
     """``change`` gets the attention's metadata of the steps from ``at`` to ``last``, counted from 1."""
-    runner, calls = lab.runner_of(llm), {"n": 0}
-    original = runner._build_attention_metadata
 
-    def build(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        calls["n"] += 1
-        if at <= calls["n"] <= (last or at):
-            for one in {id(m): m for m in result[0].values()}.values():
-                change(one)
-        return result
+    def each(result: Any) -> None:
+        for one in {id(m): m for m in result[0].values()}.values():
+            change(one)
 
-    runner._build_attention_metadata = build
+    _after(lab.runner_of(llm), "_build_attention_metadata", each, at, last)
 
 
 def table_off_by_one(one: Any) -> None:
@@ -334,18 +290,12 @@ def length_of_another(one: Any) -> None:
 
 def slots_moved(llm: Any, by: int = 1, at: int = 1, last: int = 1) -> None:
     """All rows of a step are written ``by`` slots further on."""
-    runner, calls = lab.runner_of(llm), {"n": 0}
-    original = runner._get_slot_mappings
 
-    def moved(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        calls["n"] += 1
-        if at <= calls["n"] <= last:
-            for slots in {id(s): s for s in result[0].values()}.values():
-                slots[slots >= 0] += by
-        return result
+    def move(result: Any) -> None:
+        for slots in {id(s): s for s in result[0].values()}.values():
+            slots[slots >= 0] += by
 
-    runner._get_slot_mappings = moved
+    _after(lab.runner_of(llm), "_get_slot_mappings", move, at, last)
 
 
 # --- recurrent states -------------------------------------------------------------------------------------------------
@@ -365,21 +315,16 @@ def prompt_state_elsewhere(one: Any) -> None:
 
 def kept_state(llm: Any, half: int, at: int = 2) -> None:
     """The first layer's convolution (half 0) or recurrence (1) of the ``at``-th step leaves its state as it was."""
-    runner = lab.runner_of(llm)
-    layers = runner.vllm_config.compilation_config.static_forward_context
-    layer = next(one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), tuple))
-    calls = {"n": 0}
-    inner = layer.forward
+    layer, calls = _with_states(llm), itertools.count(1)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls["n"] += 1
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
         kept = layer.kv_cache[half].clone()
-        result = inner(*args, **kwargs)
-        if calls["n"] == at:
+        result = original(*args, **kwargs)
+        if next(calls) == at:
             layer.kv_cache[half].copy_(kept)
         return result
 
-    layer.forward = forward
+    around(layer, "forward", forward)
 
 
 # --- the loader -------------------------------------------------------------------------------------------------------
@@ -424,14 +369,13 @@ def rows_moved(params: dict[str, Any]) -> None:
 def _prepared(llm: Any, change: Callable[[Any, list[int], Any], None]) -> None:
     """``change`` gets the runner, how many tokens each of its requests computes, and the logits' rows of each step."""
     runner = lab.runner_of(llm)
-    original = runner._prepare_inputs
 
-    def prepare(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare(original: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(scheduled, *args, **kwargs)
         change(runner, [scheduled.num_scheduled_tokens[name] for name in runner.input_batch.req_ids], result[0])
         return result
 
-    runner._prepare_inputs = prepare
+    around(runner, "_prepare_inputs", prepare)
 
 
 def stale_tokens(llm: Any) -> None:
@@ -470,11 +414,9 @@ def logits_of_row_before(llm: Any) -> None:
 
 def images_exchanged(llm: Any) -> None:
     """Two images of one batch stand in one another's places."""
-    runner = lab.runner_of(llm)
-    original = runner._gather_mm_embeddings
 
-    def gather(*args: Any, **kwargs: Any) -> Any:
+    def gather(original: Any, *args: Any, **kwargs: Any) -> Any:
         embeddings, *rest = original(*args, **kwargs)
         return (list(embeddings)[::-1], *rest)
 
-    runner._gather_mm_embeddings = gather
+    around(lab.runner_of(llm), "_gather_mm_embeddings", gather)

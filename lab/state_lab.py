@@ -227,6 +227,13 @@ def scheduler_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Puts ``change`` in the place of a method of one object, or of a module's function. change: (the method, its
+    arguments) → what it gives."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+
 def named(held: Any, name: str) -> str:
     """vLLM's own id of the request ``name``."""
     return next(one for one in held if one.partition("-")[0] == name)

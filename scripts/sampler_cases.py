@@ -74,8 +74,7 @@ def cases() -> list[Case]:
     """All of them, clean ones first."""
     from lab.sampler_faults import FAULTS
 
-    named = [Case(name, (kind.plant.__doc__ or "").split("\n")[0].rstrip("."), name) for name, kind in FAULTS.items()]
-    return [*CLEAN, *named]
+    return [*CLEAN, *(Case(name, kind.what, name) for name, kind in FAULTS.items())]
 
 
 def answer(model: Path, out: Path | None, found: Sequence[Ask], plant: lab.Plant | None = None,
@@ -124,9 +123,9 @@ def right(case: Case, said: tuple[str, str, str, str]) -> bool:
     compared, named, checked, alone = said
     if not case.fault:
         return compared == "pass" and checked == "PASS"
-    words = FAULTS[case.fault].names
-    kind = any(f"logits processor: {w}" in named or (w == "sampler" and "logits processor" not in named) for w in words)
-    by_opcheck = any(w in alone or w == "sampler" for w in words)
+    word = FAULTS[case.fault].names
+    kind = f"logits processor: {word}" in named or (word == "sampler" and "logits processor" not in named)
+    by_opcheck = word in alone or word == "sampler"
     return compared == "fail" and "sampler" in named and kind and checked == "FAIL" and by_opcheck
 
 

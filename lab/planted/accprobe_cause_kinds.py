@@ -348,6 +348,28 @@ def activation_as(site: Any) -> None:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
+def _zeroed(k: Tensor, v: Tensor, first: int, stop: int | None) -> tuple[Tensor, Tensor]:
+    k[first:stop], v[first:stop] = 0.0, 0.0
+    return k, v
+
+
+PAST: dict[str, Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]] = {
+    "keys and values exchanged": lambda k, v, now, n: (v, k),
+    "keys for values": lambda k, v, now, n: (k, k),
+    "one position late": lambda k, v, now, n: (k.roll(1, 0), v.roll(1, 0)),
+    "step not written": lambda k, v, now, n: _zeroed(k, v, now, None),
+    "earlier steps lost": lambda k, v, now, n: _zeroed(k, v, 0, now),
+    "position lost": lambda k, v, now, n: _zeroed(k, v, int(n), int(n) + 1),
+    "key heads further": lambda k, v, now, n: (k.roll(-int(n), 1), v.roll(-int(n), 1)),
+    "last head for all": lambda k, v, now, n: (k[:, -1:].expand_as(k), v[:, -1:].expand_as(v)),
+    "cache times": lambda k, v, now, n: (n * k, n * v),
+    "cache in fp8": lambda k, v, now, n: (_fp8(k), _fp8(v)),
+    "values in int8": lambda k, v, now, n: (k, _codes(v, 127.0)),
+    "values in bits": lambda k, v, now, n: (k, _rounded(v, n)),
+}
+"""Keys and values of one request, and the first position of this step, as they are read instead."""
+
+
 class Attention:
     """Attention over a copy of keys and values that this object keeps by slot, with a variant's change.
 
@@ -373,31 +395,8 @@ class Attention:
     def past(self, table: Tensor, length: int, now: int) -> tuple[Tensor, Tensor]:
         at = _numbers(length)
         k, v = (t[table[at // self.block].long() * self.block + at % self.block].clone() for t in self.kept)
-        n, variant = self.n, self.variant
-        if variant == "keys and values exchanged":
-            k, v = v, k
-        elif variant == "keys for values":
-            v = k
-        elif variant == "one position late":
-            k, v = k.roll(1, 0), v.roll(1, 0)
-        elif variant == "step not written":
-            k[now:], v[now:] = 0.0, 0.0
-        elif variant == "earlier steps lost":
-            k[:now], v[:now] = 0.0, 0.0
-        elif variant == "position lost":
-            k[int(n) : int(n) + 1], v[int(n) : int(n) + 1] = 0.0, 0.0
-        elif variant == "key heads further":
-            k, v = k.roll(-int(n), 1), v.roll(-int(n), 1)
-        elif variant == "last head for all":
-            k, v = k[:, -1:].expand_as(k), v[:, -1:].expand_as(v)
-        elif variant == "cache times":
-            k, v = n * k, n * v
-        elif variant == "cache in fp8":
-            k, v = _fp8(k), _fp8(v)
-        elif variant == "values in int8":
-            v = _codes(v, 127.0)
-        elif variant == "values in bits":
-            v = _rounded(v, n)
+        if self.variant in PAST:
+            k, v = PAST[self.variant](k, v, now, self.n)
         return k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
@@ -471,10 +470,8 @@ def _numbers(n: int) -> Tensor:
 
 
 ATTENTION = (
-    "scale", "cap", "no cap", "window", "no window", "window off", "no sinks", "heads in turn", "heads further",
-    "key heads further", "last head for all", "keys and values exchanged", "keys for values", "one position late",
-    "step not written", "earlier steps lost", "position lost", "block of another", "tail of keys", "cache times",
-    "cache in fp8", "values in int8", "values in bits", "query in fp8", "scores in bf16", "probabilities in fp8",
+    *PAST, "scale", "cap", "no cap", "window", "no window", "window off", "no sinks", "heads in turn", "heads further",
+    "block of another", "tail of keys", "query in fp8", "scores in bf16", "probabilities in fp8",
     "probabilities in bits", "as it is",
 )  # fmt: skip
 
@@ -500,10 +497,17 @@ def _experts(x: Tensor, dense: Tensor, w13: Tensor, w2: Tensor, act: Callable[[T
     return out
 
 
-EXPERTS = (
-    "gelu", "exchanged", "counted 1", "weights squared", "weights on input", "experts further", "weights reversed",
-    "first alone", "one left out", "one times", "input in fp8", "inner in fp8", "weights in int8", "as it is",
-)  # fmt: skip
+COUNTED: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "counted 1": lambda w, own, n: w * 0.0 + 1.0,
+    "weights squared": lambda w, own, n: w.square(),
+    "weights reversed": lambda w, own, n: w.flip(-1),
+    "first alone": lambda w, own, n: w * ((w * 0.0 + 1.0).cumsum(-1) <= n),
+    "one left out": lambda w, own, n: w * ~own,
+    "one times": lambda w, own, n: w * (1.0 + (n - 1.0) * own),
+}
+"""The weights [rows, chosen] as they count; own: which are those of the one expert."""
+EXPERTS = (*COUNTED, "gelu", "exchanged", "weights on input", "experts further", "input in fp8", "inner in fp8",
+           "weights in int8", "as it is")  # fmt: skip
 
 
 def experts_as(site: Any) -> None:
@@ -524,19 +528,8 @@ def experts_as(site: Any) -> None:
         output = forward(*args, **kwargs)
         if variant == "experts further":
             ids = (ids + int(n)) % len(w13)
-        elif variant == "weights reversed":
-            weights = weights.flip(-1)
-        elif variant == "counted 1":
-            weights = weights * 0.0 + 1.0
-        elif variant == "weights squared":
-            weights = weights.square()
-        elif variant == "first alone":
-            weights = weights.clone()
-            weights[:, int(n) :] = 0.0
-        elif variant == "one left out":
-            weights = weights * (ids != one)
-        elif variant == "one times":
-            weights = weights * (1.0 + (n - 1.0) * (ids == one))
+        elif variant in COUNTED:
+            weights = COUNTED[variant](weights, ids == one, n)
         act = _gelu if variant == "gelu" else _silu
         x = _fp8(x) if variant == "input in fp8" else x
         before = _fp8 if variant == "inner in fp8" else (lambda t: t.to(got["x"].dtype).float())

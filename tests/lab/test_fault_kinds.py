@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,30 @@ def run(inner: torch.nn.Module, fault: Fault, x: torch.Tensor) -> torch.Tensor:
         return root(torch.arange(n) + 50, torch.arange(n), x)
 
 
-ONES = torch.ones(1, 4)
+class Gate(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.nn.functional.silu(a) * b
+
+
+class Paged(torch.nn.Module):
+    """Attention's cache alone: three blocks of two slots, a key and a value each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(3, 2, 2)
+        self.impl = SimpleNamespace(do_kv_cache_update=self.update)
+
+    def update(self, layer: object, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        kv_cache.view(6, 2)[slot_mapping] = torch.stack([key, value], -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.impl.do_kv_cache_update(self, x, x + 10, kv_cache=self.cache, slot_mapping=torch.tensor([2, 3, 4]))
+        return self.cache.flatten()
+
+
+ONES, FIVE = torch.ones(1, 4), torch.ones(1, 5, dtype=torch.bfloat16)
+SMALL = [[1.0] + [2.0**-9] * 4]
 ROWS = [[1.0, 2.0, 3.0, 4.0], [0.5, 0.5, 0.5, 0.5]]
 
 
@@ -50,8 +74,40 @@ def test_every_kind_says_what_it_does() -> None:
     assert set(EARLY) <= set(KINDS)
 
 
-def test_a_reduction_that_stops_early() -> None:
-    assert run(linear(ROWS), Fault("short", "inner", factor=1), ONES).tolist() == [[6.0, 1.5]]
+ONE = [[1.0]]
+X3 = [[1.0], [2.0], [3.0]]
+BY_HAND: dict[str, tuple[Callable[[], torch.nn.Module], Fault, Any, list[float]]] = {
+    "a reduction that stops early": (lambda: linear(ROWS), Fault("short", "inner", factor=1), ONES, [6.0, 1.5]),
+    "a forgotten bias": (lambda: linear(ROWS, [10.0, 20.0]), Fault("bias", "inner", factor=1), ONES, [10.0, 2.0]),
+    # 1 + 4 * 2^-9 is 1.0078125, a bfloat16; added one by one, each 2^-9 is a quarter of a spacing and vanishes.
+    "no fault in bfloat16": (lambda: linear(SMALL).bfloat16(), Fault("scale", "inner", factor=1), FIVE, [1.0078125]),
+    "partial sums in bfloat16": (lambda: linear(SMALL).bfloat16(), Fault("low_sum", "inner", factor=1), FIVE, [1.0]),
+    # Two bits: 1, 1.5, 2, 3, 4 ...
+    "fewer bits": (lambda: linear(ONE), Fault("coarse", "inner", factor=2), [[1.0], [1.1], [-3.3], [0.0]],
+                   [1.0, 1.0, -3.0, 0.0]),
+    "inputs of fewer bits": (lambda: linear([[1.0, 1.0]]), Fault("coarse_input", "inner", factor=2), [[1.1, -3.3]],
+                             [1.0 - 3.0]),
+    "the row before": (lambda: linear(ONE), Fault("stale", "inner"), X3, [3.0, 1.0, 2.0]),
+    "another activation": (Gate, Fault("act", "inner", factor=2.0), [[1.0, 3.0]],
+                           [2.0 / (1 + torch.e**-2.0) * 3.0]),
+    "a slot further on": (Paged, Fault("slot", "inner", factor=1, rows="position:2"), [1.0, 2.0, 3.0],
+                          [0, 0, 0, 0, 1, 11, 2, 12, 0, 0, 3, 13]),
+    "a slot before": (Paged, Fault("slot", "inner", factor=-1, rows="position:0"), [1.0, 2.0, 3.0],
+                      [0, 0, 1, 11, 0, 0, 2, 12, 3, 13, 0, 0]),
+    "a block of zeros": (Paged, Fault("block", "inner", factor=1), [1.0, 2.0, 3.0],
+                         [0, 0, 0, 0, 0, 0, 0, 0, 3, 13, 0, 0]),
+}  # fmt: skip
+"""Name → (module, fault, its input, the output)."""
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, fault, given, expected = BY_HAND[name]
+    monkeypatch.setattr(accprobe_fault_rows, "_query_starts", lambda: torch.tensor([0, 3]))
+    x = torch.as_tensor(given)
+    before = x.clone()
+    assert run(make(), fault, x).flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(x, before)
 
 
 def test_an_output_that_a_tap_changes() -> None:
@@ -63,10 +119,6 @@ def test_an_output_that_a_tap_changes() -> None:
         assert layer(ONES).tolist() == [[20.0, 4.0]]
 
 
-def test_a_forgotten_bias() -> None:
-    assert run(linear(ROWS, [10.0, 20.0]), Fault("bias", "inner", factor=1), ONES).tolist() == [[10.0, 2.0]]
-
-
 def test_a_product_with_one_row_off_leaves_the_weight_and_the_other_columns() -> None:
     layer = linear(ROWS)
     out = run(layer, Fault("product", "inner", factor=0.1, features=(1,)), ONES)
@@ -76,28 +128,6 @@ def test_a_product_with_one_row_off_leaves_the_weight_and_the_other_columns() ->
     assert layer.weight.tolist() == ROWS
 
 
-def test_partial_sums_in_bfloat16_lose_what_float32_keeps() -> None:
-    layer = linear([[1.0] + [2.0**-9] * 4]).to(torch.bfloat16)
-    x = torch.ones(1, 5, dtype=torch.bfloat16)
-    # 1 + 4 * 2^-9 is 1.0078125, a bfloat16; added one by one, each 2^-9 is a quarter of a spacing and vanishes.
-    assert layer(x).item() == 1.0078125
-    assert run(layer, Fault("low_sum", "inner", factor=1), x).item() == 1.0
-
-
-def test_fewer_bits_of_mantissa() -> None:
-    layer = linear([[1.0]])
-    x = torch.tensor([[1.0], [1.1], [-3.3], [0.0]])
-    # Two bits: 1, 1.5, 2, 3, 4 ...
-    assert run(layer, Fault("coarse", "inner", factor=2), x).flatten().tolist() == [1.0, 1.0, -3.0, 0.0]
-
-
-def test_inputs_of_fewer_bits() -> None:
-    layer = linear([[1.0, 1.0]])
-    x = torch.tensor([[1.1, -3.3]])
-    assert run(layer, Fault("coarse_input", "inner", factor=2), x).item() == 1.0 - 3.0
-    assert x.tolist() == torch.tensor([[1.1, -3.3]]).tolist()
-
-
 def test_jitter_is_relative_and_of_its_size() -> None:
     x = torch.linspace(0.5, 50, 4096).unsqueeze(1).repeat(1, 2)
     twice = [run(linear([[1.0, 0.0], [0.0, -1.0]]), Fault("jitter", "inner", factor=0.01), x) for _ in range(2)]
@@ -105,24 +135,6 @@ def test_jitter_is_relative_and_of_its_size() -> None:
     assert float(relative.std()) == pytest.approx(0.01, rel=0.05)
     assert abs(float(relative.mean())) < 0.001
     assert torch.equal(*twice)
-
-
-def test_a_stale_row_is_the_one_before() -> None:
-    x = torch.tensor([[1.0], [2.0], [3.0]])
-    out = run(linear([[1.0]]), Fault("stale", "inner"), x)
-    assert out.flatten().tolist() == [3.0, 1.0, 2.0]
-
-
-class Gate(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = x.chunk(2, -1)
-        return torch.nn.functional.silu(a) * b
-
-
-def test_another_activation() -> None:
-    x = torch.tensor([[1.0, 3.0]])
-    expected = 2.0 / (1 + torch.e**-2.0) * 3.0
-    assert run(Gate(), Fault("act", "inner", factor=2.0), x).item() == pytest.approx(expected)
 
 
 def test_a_sigmoid_from_a_table() -> None:
@@ -287,34 +299,6 @@ def test_a_softmax_scale_of_the_kernel_alone() -> None:
     holder.impl.forward(None, torch.ones(1), torch.ones(1))
     assert seen == [([2.0], [1.0])]
     assert holder.impl.scale == 0.125
-
-
-class Paged(torch.nn.Module):
-    """Attention's cache alone: three blocks of two slots, a key and a value each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = torch.zeros(3, 2, 2)
-        self.impl = SimpleNamespace(do_kv_cache_update=self.update)
-
-    def update(self, layer: object, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        kv_cache.view(6, 2)[slot_mapping] = torch.stack([key, value], -1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.impl.do_kv_cache_update(self, x, x + 10, kv_cache=self.cache, slot_mapping=torch.tensor([2, 3, 4]))
-        return self.cache.flatten()
-
-
-@pytest.mark.parametrize(("fault", "expected"), [
-    (Fault("slot", "inner", factor=1, rows="position:2"), [0, 0, 0, 0, 1, 11, 2, 12, 0, 0, 3, 13]),
-    (Fault("slot", "inner", factor=-1, rows="position:0"), [0, 0, 1, 11, 0, 0, 2, 12, 3, 13, 0, 0]),
-    (Fault("block", "inner", factor=1), [0, 0, 0, 0, 0, 0, 0, 0, 3, 13, 0, 0]),
-])  # fmt: skip
-def test_wrong_slots_and_a_zeroed_block(
-    monkeypatch: pytest.MonkeyPatch, fault: Fault, expected: list[float]
-) -> None:  # fmt: skip
-    monkeypatch.setattr(accprobe_fault_rows, "_query_starts", lambda: torch.tensor([0, 3]))
-    assert run(Paged(), fault, torch.tensor([1.0, 2.0, 3.0])).tolist() == expected
 
 
 @pytest.mark.parametrize(("condition", "expected"), [

@@ -39,12 +39,6 @@ def test_as_many_faults_and_clean_pairs_as_promised() -> None:
     assert len(CLEAN) >= 15
 
 
-def test_names_are_unique_and_pairs_differ() -> None:
-    assert len({c.name for c in CASES}) == len(CASES)
-    assert len(set(CLEAN)) == len(CLEAN)
-    assert all({first, second} <= set(WAYS) and first != second for _, first, second in CLEAN)
-
-
 def test_what_is_seen_around_a_module() -> None:
     def pair(role: str, worst: float | None, status: str = "pass", tap: str = "x") -> SimpleNamespace:
         return SimpleNamespace(tap=tap, role=role, worst_row_rel_l2=worst, status=status)

@@ -147,7 +147,7 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 def _job(out: Path, weights: Path | None, ops: tuple[str, ...], standard: str, reference: str) -> Any:
     from vllm_accprobe.online.serving import RECEIVED
-    from vllm_accprobe.opcheck.run.worker import Job
+    from vllm_accprobe.opcheck.run.job import Job
 
     check_standard(standard)
     way, golden = against(reference, None)

@@ -28,8 +28,8 @@ from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.run.job import Job
     from vllm_accprobe.opcheck.run.process_pool import CheckedRun
-    from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
 _MOST_RUNS = 100_000
@@ -163,7 +163,7 @@ def _job(
 ) -> Job:
     """ait: its words (opcheck/compat/ait.py). Raises CommandError."""
     from vllm_accprobe.dump.reader import model_of, run_json
-    from vllm_accprobe.opcheck.run.worker import AGAIN, Job
+    from vllm_accprobe.opcheck.run.job import AGAIN, Job
 
     places.require_directory(checking.weights, "--weights")
     if checking.attributes:  # else this process has no need of torch
@@ -203,7 +203,7 @@ def check_standard(name: str) -> None:
 
 def against(word: str, dump: Path | None) -> tuple[str, str]:
     """(Job.against, Job.golden) of the option ``--against``. Raises CommandError."""
-    from vllm_accprobe.opcheck.run.worker import DEVICE, EXACT, GOLDEN
+    from vllm_accprobe.opcheck.run.job import DEVICE, EXACT, GOLDEN
 
     if word in (_EXACT, _DEVICE):
         return (DEVICE if word == _DEVICE else EXACT), ""

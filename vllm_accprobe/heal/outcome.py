@@ -8,13 +8,14 @@ Not here: what is healed, and how (healing.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from vllm_accprobe.dump.decode import DecodeError, load
 from vllm_accprobe.whole_file import write_private
 
 FOLDER = "heal"
@@ -47,19 +48,9 @@ def read(root: Path) -> list[HealOutcome]:
     """Of all ranks, by rank; files that are none of ours are left out."""
     found = []
     for path in sorted((root / FOLDER).glob("rank*.json")):
-        try:
-            if path.stat().st_size <= _LARGEST:
-                found.append(_parsed(json.loads(path.read_bytes())))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
+        with contextlib.suppress(OSError, DecodeError):
+            found.append(load(HealOutcome, path, _LARGEST, {"schema": 1}))
     return found
-
-
-def _parsed(value: Mapping[str, Any]) -> HealOutcome:
-    healed = {str(name): int(n) for name, n in value["healed"].items()}
-    left = {str(name): str(why) for name, why in value["left"].items()}
-    some = {str(name): {str(why): int(n) for why, n in whys.items()} for name, whys in value["some"].items()}
-    return HealOutcome(int(value["rank"]), str(value["problem"]), healed, left, some)
 
 
 def lines(outcomes: Iterable[HealOutcome]) -> list[str]:

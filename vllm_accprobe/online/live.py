@@ -30,9 +30,9 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours, Past
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.pooled import Pools
+from vllm_accprobe.opcheck.run.job import STORED, Job, Tap
+from vllm_accprobe.opcheck.run.open_job import OpenJob
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, SKIP
-from vllm_accprobe.opcheck.run.table import cells
-from vllm_accprobe.opcheck.run.worker import STORED, Job, OpenJob, Tap
 
 _PASTS = 2 << 30
 """Chosen: bytes of keys and values that are kept over rounds; beyond them attention is checked in the end."""
@@ -136,7 +136,7 @@ class ArrivingJob(OpenJob):
                     self._again.add(key)  # what it lacks may come yet
                 if row.status == FAIL:
                     yield {"fail": [rank, row.step, tap, row.cls, row.role, row.message]}
-                line = json.dumps(cells(row)).encode()
+                line = json.dumps(row.to_plain()).encode()
                 self._rows.setdefault(key, []).append((self._spool.seek(0, os.SEEK_END), len(line)))
                 self._spool.write(line)
 
@@ -165,7 +165,7 @@ class ArrivingJob(OpenJob):
                 continue
             again += tap != STORED
             for row in self.rows(tap, {}, lambda step, call: None):
-                yield {"row": cells(row)}
+                yield {"row": row.to_plain()}
         yield {"finished": again, "problems": self.problems}
 
     def _stands(self, calls: Calls, tap: Tap) -> bool:
@@ -185,7 +185,7 @@ class ArrivingJob(OpenJob):
             yield {"row": json.loads(self._spool.read(length))}
         if self.source is None and self.options.standard == OURS and tap[:2] in self._pools:
             for row in self._pools[tap[:2]].rows(self.budget):
-                yield {"row": cells(row)}
+                yield {"row": row.to_plain()}
 
 
 def _complete(dump: Dump, ranks: Sequence[int], ended: Sequence[int]) -> int:

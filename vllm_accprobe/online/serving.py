@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import Receiver, TlsError
 from vllm_accprobe.online.shared import FolderReceiver
 from vllm_accprobe.opcheck.run import process_pool
+from vllm_accprobe.opcheck.run.job import Job
 from vllm_accprobe.opcheck.run.process_pool import CheckedRun
-from vllm_accprobe.opcheck.run.table import COLUMNS, from_cells
-from vllm_accprobe.opcheck.run.worker import Job
+from vllm_accprobe.opcheck.run.result_row import CheckResult
+from vllm_accprobe.opcheck.run.table import COLUMNS, cells
 from vllm_accprobe.whole_file import GrowingCsv
 
 _PAUSE = 4.0
@@ -154,8 +156,9 @@ class Checking:
             begun = time.monotonic()
             for message in self._ask({"finish": True}, "finished"):
                 if "row" in message:
-                    file.add([message["row"]], flush=False)
-                    found.rows.append(from_cells(message["row"]))
+                    row = CheckResult.of_plain(message["row"])
+                    file.add([cells(row)], flush=False)
+                    found.rows.append(replace(row, measures=None, left=()))
                 elif "unsettled" in message:
                     self._given_up = str(message["unsettled"])
                 elif "finished" in message:

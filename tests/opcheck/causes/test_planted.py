@@ -32,9 +32,8 @@ from opcheck.cause_calls import (
     with_output,
 )
 
-from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, marked
+from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, default_causes, marked
 from vllm_accprobe.opcheck.causes.examine import Causes
-from vllm_accprobe.opcheck.causes.registry import default_causes
 from vllm_accprobe.opcheck.causes.search import Proof
 from vllm_accprobe.opcheck.reference import Call, Declined
 
@@ -391,7 +390,8 @@ def test_what_fails_on_a_few_rows_is_not_examined_on_all(whole: bool) -> None:
     wrong = other_output(linear(), lambda y: 1.05 * y)
     assert explained(wrong, causes=marked(doubled)) is None
     assert len(wrong.outputs["output.0"]) == 24
-    assert seen == ([24] if whole else [8])
+    (rows,) = seen
+    assert rows == 24 if whole else rows <= 8  # the worst four and four between, some of which may be the same
 
 
 @pytest.mark.parametrize("error", [KeyError("router"), ZeroDivisionError("by 0"), StopIteration()])
@@ -406,7 +406,7 @@ def test_a_cause_that_raises_is_a_problem(error: Exception) -> None:
     def declined(trial: Trial, _: Any) -> Any:
         raise Declined("it does not apply")
 
-    half = [c for c in default_causes().causes if c.name == "all_times"]
+    half = [c for c in default_causes()[0] if c.name == "all_times"]
     causes = Causes(TABLE, seconds=None, causes=[*marked(broken), *marked(declined), *half])
     found = causes.of_calls([captured(other_output(linear(), lambda y: 0.5 * y))])
     assert names(found) == {"all_times"}

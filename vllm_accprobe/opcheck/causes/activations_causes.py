@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.causes.api import SETTING, Guess, Trial, cause, fits
+from vllm_accprobe.opcheck.causes.api import SETTING, CauseRow, Guess, Trial, among, fits
 from vllm_accprobe.opcheck.habits.look import gate_of
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.references import activations
 
 GATED = ("SiluAndMul", "MulAndSilu", "GeluAndMul")
@@ -20,114 +20,79 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "quick gelu": activations.quick_gelu, "relu": torch.relu, "relu squared": activations.relu2,
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "no activation": lambda x: x,
 }  # fmt: skip
+_INPUT = ("x", "input_", "input", "hidden_states", "0")
 
 
-def _x(call: Call) -> Any:
-    return call.wide("x", "input_", "input", "hidden_states", "0")
-
-
-def _parts(trial: Trial) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """(gate, up, activation) of a gated one, float64."""
+def parts(trial: Trial) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """(gate, up, activation), float64; up is 1 where there is none."""
+    if trial.call.cls in ALONE:
+        return trial.call.wide(*_INPUT), 1.0, activations._formula(trial.call)
     gate, up, f = gate_of(trial.call)
     return gate.double(), up.double(), f
 
 
-def _own(trial: Trial) -> Callable[[Any], Any]:
-    if trial.call.cls in ALONE:
-        return activations._formula(trial.call)
-    return _parts(trial)[2]
-
-
-def _gated(trial: Trial, value: Any) -> Expected:
-    return replace(trial.plain["output.0"], value=value)
+def _by(y: Callable[[Any, Any, Callable[[Any], Any]], Any]) -> Callable[[Trial, Any], Any]:
+    """A change without a parameter. y: (gate, up, activation) → output."""
+    return lambda trial, _: y(*parts(trial))
 
 
 def _names(trial: Trial) -> list[str]:
-    own = _own(trial)
+    own = parts(trial)[2]
     return [name for name, f in OTHERS.items() if f is not own]
 
 
-@cause(SETTING, *GATED, text="with {0} on its gate", values=_names)
-def other_gate(trial: Trial, name: str) -> Expected:
-    gate, up, _ = _parts(trial)
-    return _gated(trial, OTHERS[name](gate) * up)
+def _other(trial: Trial, name: str) -> Any:
+    gate, up, _ = parts(trial)
+    return OTHERS[name](gate) * up
 
 
-@cause(SETTING, *ALONE, text="with {0}", values=_names)
-def other_activation(trial: Trial, name: str) -> Expected:
-    return _gated(trial, OTHERS[name](_x(trial.call)))
-
-
-@cause(SETTING, *GATED, text="with gate and up exchanged")
-def halves_exchanged(trial: Trial, _: Any) -> Expected:
-    gate, up, f = _parts(trial)
-    return _gated(trial, f(up) * gate)
-
-
-@cause(SETTING, *GATED, text="with gate and up interleaved instead of in halves")
-def interleaved(trial: Trial, _: Any) -> Expected:
-    x, f = _x(trial.call), _own(trial)
+def _interleaved(trial: Trial, _: Any) -> Any:
+    x, f = trial.call.wide(*_INPUT), parts(trial)[2]
     first, second = x[..., ::2], x[..., 1::2]
-    return _gated(trial, second * f(first) if trial.call.cls != "MulAndSilu" else first * f(second))
+    return second * f(first) if trial.call.cls != "MulAndSilu" else first * f(second)
 
 
-@cause(SETTING, *GATED, text="without its gate (up alone)")
-def up_alone(trial: Trial, _: Any) -> Expected:
-    return _gated(trial, _parts(trial)[1])
+def _scaled(trial: Trial, factor: float) -> Any:
+    gate, up, f = parts(trial)
+    return f(factor * gate) * up
 
 
-@cause(SETTING, *GATED, text="without up (the activated gate alone)")
-def gate_alone(trial: Trial, _: Any) -> Expected:
-    gate, _up, f = _parts(trial)
-    return _gated(trial, f(gate))
-
-
-@cause(SETTING, *GATED, text="with the activation on up as well")
-def both_activated(trial: Trial, _: Any) -> Expected:
-    gate, up, f = _parts(trial)
-    return _gated(trial, f(gate) * f(up))
-
-
-def _factors(trial: Trial) -> Iterator[Guess]:
-    yield from (Guess(x, choices=3.0) for x in (1.702, 2.0, 0.5))
-    yield from fits(scaled_gate, trial, [1.0])
-
-
-@cause(SETTING, *GATED, *ALONE, text="with the activation of {0:.4g} times its argument",
-       values=_factors)  # fmt: skip
-def scaled_gate(trial: Trial, factor: float) -> Expected:
-    f = _own(trial)
-    if trial.call.cls in ALONE:
-        return _gated(trial, f(factor * _x(trial.call)))
-    gate, up, _ = _parts(trial)
-    return _gated(trial, f(factor * gate) * up)
+def _sloped(trial: Trial, factor: float) -> Any:
+    gate, up, _ = parts(trial)
+    return gate * torch.sigmoid(factor * gate) * up
 
 
 def _slopes(trial: Trial) -> Iterator[Guess]:
-    if _own(trial) is not activations.silu:
+    if parts(trial)[2] is not activations.silu:
         raise Declined("no x * sigmoid(x)")
     yield Guess(1.702)
-    yield from fits(sigmoid_slope, trial, [1.0])
+    yield from fits(_sloped, trial, [1.0])
 
 
-@cause(SETTING, "SiluAndMul", "MulAndSilu", "SiLU", text="with sigmoid of {0:.4g} times its argument", values=_slopes)
-def sigmoid_slope(trial: Trial, factor: float) -> Expected:
-    if trial.call.cls == "SiLU":
-        x = _x(trial.call)
-        return _gated(trial, x * torch.sigmoid(factor * x))
-    gate, up, _ = _parts(trial)
-    return _gated(trial, gate * torch.sigmoid(factor * gate) * up)
+def _clamped(trial: Trial, limit: float) -> Any:
+    gate, up, f = parts(trial)
+    return f(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def _limits(trial: Trial) -> Iterator[Guess]:
-    config = trial.call.config
-    known = [x for n in ("swiglu_limit", "activation_clamp") if (x := config.get(n))]
+    known = [x for n in ("swiglu_limit", "activation_clamp") if (x := trial.call.config.get(n))]
     yield from (Guess(float(x)) for x in known)
-    yield from (Guess(float(x), choices=4.0) for x in (6.0, 7.0, 8.0, 10.0) if x not in known)
-    yield from fits(clamped, trial, [0.5 * float(_parts(trial)[0].abs().max())])
+    yield from among((x for x in (6.0, 7.0, 8.0, 10.0) if x not in known), 4.0)
+    yield from fits(_clamped, trial, [0.5 * float(parts(trial)[0].abs().max())])
 
 
-@cause(SETTING, *GATED, text="with its gate cut at {0:.4g} and up at that to both sides", values=_limits)
-def clamped(trial: Trial, limit: float) -> Expected:
-    gate, up, f = _parts(trial)
-    return _gated(trial, f(gate.clamp(max=limit)) * up.clamp(-limit, limit))
+CAUSES = (
+    CauseRow("other_gate", SETTING, GATED, "with {0} on its gate", _other, _names),
+    CauseRow("other_activation", SETTING, ALONE, "with {0}", _other, _names),
+    CauseRow("halves_exchanged", SETTING, GATED, "with gate and up exchanged", _by(lambda gate, up, f: f(up) * gate)),
+    CauseRow("interleaved", SETTING, GATED, "with gate and up interleaved instead of in halves", _interleaved),
+    CauseRow("up_alone", SETTING, GATED, "without its gate (up alone)", _by(lambda gate, up, f: up)),
+    CauseRow("gate_alone", SETTING, GATED, "without up (the activated gate alone)", _by(lambda gate, up, f: f(gate))),
+    CauseRow("both_activated", SETTING, GATED, "with the activation on up as well",
+             _by(lambda gate, up, f: f(gate) * f(up))),
+    CauseRow("scaled_gate", SETTING, (*GATED, *ALONE), "with the activation of {0:.4g} times its argument", _scaled,
+             lambda t: chain(among((1.702, 2.0, 0.5)), fits(_scaled, t, [1.0]))),
+    CauseRow("sigmoid_slope", SETTING, ("SiluAndMul", "MulAndSilu", "SiLU"),
+             "with sigmoid of {0:.4g} times its argument", _sloped, _slopes),
+    CauseRow("clamped", SETTING, GATED, "with its gate cut at {0:.4g} and up at that to both sides", _clamped, _limits),
+)  # fmt: skip

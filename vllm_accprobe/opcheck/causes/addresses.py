@@ -11,30 +11,24 @@ early (linear_causes.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.calls.views import known_memory, without_gaps
-from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, edited, fit_of, moved
-from vllm_accprobe.opcheck.causes.attention_causes import _other, _sizes, _with_past
-from vllm_accprobe.opcheck.causes.factors import _columns
-from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, _input
-from vllm_accprobe.opcheck.causes.norms_causes import RMS, _by_root, _own
-from vllm_accprobe.opcheck.causes.norms_causes import _input as _normed
+from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, among, edited, moved, with_value
+from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns
+from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
+from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
-from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.linear import partial
 from vllm_accprobe.opcheck.references.parts import ranks_of
 
+_ROTARY = ("*RotaryEmbedding",)
 _SHIFTS = (1, -1, 2, -2)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_REQUESTS, _BLOCKS = 8, (16, 32, 64, 128)
-"""Chosen: other requests whose blocks are tried, and tokens in a block."""
-_MOST = 192
-"""Chosen: blocks that are tried."""
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -43,7 +37,7 @@ _MOST = 192
 def _shifts(trial: Trial) -> list[Guess]:
     _independent(trial)
     n = trial.mine().shape[0]
-    return [Guess(k, choices=float(len(_SHIFTS))) for k in _SHIFTS if n > 2 * abs(k)]
+    return among((k for k in _SHIFTS if n > 2 * abs(k)), float(len(_SHIFTS)))
 
 
 def _independent(trial: Trial) -> None:
@@ -51,17 +45,14 @@ def _independent(trial: Trial) -> None:
         raise Declined("its rows are not independent")
 
 
-@cause(ADDRESS, "*", text="moved {0:+d} rows (each row holds another's result)", values=_shifts, whole=True)
-def rows_shifted(trial: Trial, n: int) -> dict[str, Expected]:
-    return {role: moved(trial.plain[role], lambda t: t.roll(n, 0)) for role in trial.roles()}
-
-
-@cause(ADDRESS, "*", text="with its first output moved {0:+d} rows", values=_shifts, whole=True)
-def first_output_shifted(trial: Trial, n: int) -> dict[str, Expected]:
-    if len(trial.roles()) < 2:
+def _in_order(trial: Trial, order: Callable[[Any], Any], first: bool = False) -> dict[str, Expected]:
+    """The outputs, or the first one alone, with their rows in another order. order: of numbers of rows."""
+    _independent(trial)
+    roles = trial.roles()
+    if first and len(roles) < 2:
         raise Declined("it has one output")
-    role = trial.roles()[0]
-    return {role: moved(trial.plain[role], lambda t: t.roll(n, 0))}
+    return {role: moved(trial.plain[role], lambda t: t[order(torch.arange(len(t)))])
+            for role in (roles[:1] if first else roles)}  # fmt: skip
 
 
 def _others(trial: Trial) -> Iterator[Guess]:
@@ -77,42 +68,25 @@ def _others(trial: Trial) -> Iterator[Guess]:
         yield Guess((tuple(rows), tuple(found)), choices=float(len(mine)) ** len(rows))
 
 
-@cause(ADDRESS, "*", text="in other rows (rows {0} hold the result of rows {1})", values=_others, whole=True)
-def rows_of_others(trial: Trial, parameter: tuple[tuple[int, ...], tuple[int, ...]]) -> Expected:
+def _rows_of_others(trial: Trial, parameter: tuple[tuple[int, ...], tuple[int, ...]]) -> Expected:
     at = torch.arange(len(trial.mine()))
     at[list(parameter[0])] = torch.tensor(parameter[1])
     return moved(trial.plain["output.0"], lambda t: t[at])
 
 
-@cause(ADDRESS, "*", text="with its rows in the opposite order", whole=True)
-def rows_reversed(trial: Trial, _: Any) -> dict[str, Expected]:
-    _independent(trial)
-    return {role: moved(trial.plain[role], lambda t: t.flip(0)) for role in trial.roles()}
-
-
-@cause(ADDRESS, "*", text="with neighbouring rows exchanged", whole=True)
-def rows_exchanged(trial: Trial, _: Any) -> dict[str, Expected]:
-    _independent(trial)
-    n = len(trial.mine())
-    at = torch.arange(n).reshape(-1, 2).flip(1).flatten() if n % 2 == 0 else torch.arange(n - 1).reshape(-1, 2).flip(1)
-    at = torch.cat((at.flatten(), torch.arange(len(at.flatten()), n)))
-    return {role: moved(trial.plain[role], lambda t: t[at]) for role in trial.roles()}
-
-
-def _calls_before(trial: Trial) -> list[int]:
+def _before(trial: Trial) -> list[int]:
     before = trial.call.extra.get("before", {}).get("output.0")
     if before is None or before.shape[1:] != trial.mine().shape[1:]:
         raise Declined("no call of it before was captured")
     return [0]
 
 
-@cause(ADDRESS, "*", text="one call before (its output was not written in this one)", values=_calls_before, whole=True)
-def one_call_before(trial: Trial, _: int) -> Expected:
-    before, plain = trial.extra("before")["output.0"].double(), trial.plain["output.0"]
+def _call_before(trial: Trial, _: int) -> Any:
+    before = trial.extra("before")["output.0"].double()
     n = min(len(before), len(trial.mine()))
-    value = plain.value.double().reshape(trial.mine().shape).clone()
+    value = trial.plain["output.0"].value.double().reshape(trial.mine().shape).clone()
     value[:n] = before[:n]
-    return replace(plain, value=value.reshape(plain.value.shape), exact=None)
+    return value
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
@@ -139,9 +113,7 @@ def _views(trial: Trial) -> Iterator[tuple[int, int]]:
     yield from ((x.shape[1] * k, 0) for k in (2, 3))
 
 
-@cause(ADDRESS, *RMS, text="of its input read without the gaps of its view (each token has {0} heads in memory)",
-       values=_views, whole=True)  # fmt: skip
-def view_read_as_contiguous(trial: Trial, view: tuple[int, int]) -> Expected:
+def _as_contiguous(trial: Trial, view: tuple[int, int]) -> Expected:
     width, first = view
     plain = trial.plain["output.0"]
     y = plain.value.reshape(*trial.mine().shape)
@@ -166,8 +138,7 @@ def _known_views(trial: Trial) -> Iterator[tuple[str, str]]:
             yield name, str(list(view.stride))
 
 
-@cause(ADDRESS, "*", text="of its {0} read without the gaps of its view (stride {1})", values=_known_views, whole=True)
-def gaps_not_skipped(trial: Trial, view: tuple[str, str]) -> Call:
+def _with_gaps(trial: Trial, view: tuple[str, str]) -> Call:
     name = view[0]
     return edited(trial.call, inputs={name: without_gaps(trial.call.inputs[name], trial.call.views[f"inputs.{name}"])})
 
@@ -178,9 +149,7 @@ def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
             yield name, offset
 
 
-@cause(ADDRESS, "*", text="of its {0} read from the beginning of its storage (its view begins at element {1})",
-       values=_offsets, whole=True)  # fmt: skip
-def offset_not_added(trial: Trial, view: tuple[str, int]) -> Call:
+def _without_offset(trial: Trial, view: tuple[str, int]) -> Call:
     name = view[0]
     x, lies = trial.call.inputs[name], trial.call.views[f"inputs.{name}"]
     memory = known_memory(x, lies)
@@ -189,8 +158,7 @@ def offset_not_added(trial: Trial, view: tuple[str, int]) -> Call:
     return edited(trial.call, inputs={name: memory.as_strided(x.shape, lies.stride, 0)})
 
 
-@cause(ADDRESS, "*", text="with heads and channels exchanged in each row of its input")
-def input_heads_turned(trial: Trial, _: Any) -> Call:
+def _heads_turned(trial: Trial, _: Any) -> Call:
     head, name = trial.call.attrs.get("head_size"), next(iter(trial.call.inputs), None)
     if not isinstance(head, int) or head < 2 or name is None:
         raise Declined("it has no heads")
@@ -210,20 +178,17 @@ def _weight(call: Call) -> Any:
     return weight
 
 
-@cause(ADDRESS, *LINEAR, text="with its weight transposed")
-def weight_transposed(trial: Trial, _: Any) -> Call:
-    weight = _weight(trial.call)
-    if weight.shape[0] != weight.shape[1]:
-        raise Declined("it is not square")
-    return edited(trial.call, params={"weight": weight.T})
+def _transposed(square: bool) -> Callable[[Trial, Any], Call]:
+    """The weight's transpose, or, of one that is not square, its memory read as that of its transpose."""
 
+    def found(trial: Trial, _: Any) -> Call:
+        weight = _weight(trial.call)
+        rows, columns = weight.shape
+        if (rows == columns) != square:
+            raise Declined("it is not square" if square else "that is its transpose")
+        return edited(trial.call, params={"weight": weight.reshape(columns, rows).T.contiguous()})
 
-@cause(ADDRESS, *LINEAR, text="with its weight's memory read as that of its transpose")
-def weight_read_transposed(trial: Trial, _: Any) -> Call:
-    weight = _weight(trial.call)
-    if weight.shape[0] == weight.shape[1]:
-        raise Declined("that is its transpose")
-    return edited(trial.call, params={"weight": weight.reshape(weight.shape[1], -1).T.contiguous()})
+    return found
 
 
 def _parts(trial: Trial) -> list[Guess]:
@@ -238,11 +203,10 @@ def _parts(trial: Trial) -> list[Guess]:
     elif width % 3 == 0:
         ways += [(f"parts {a} and {b} of 3", a * width // 3, b * width // 3, width // 3)
                  for a, b in ((0, 1), (0, 2), (1, 2))]  # fmt: skip
-    return [Guess(w, choices=float(len(ways))) for w in ways]
+    return among(ways)
 
 
-@cause(ADDRESS, *LINEAR, text="with {0} of its columns exchanged", values=_parts)
-def columns_exchanged(trial: Trial, parameter: tuple[str, int, int, int]) -> Expected:
+def _columns_exchanged(trial: Trial, parameter: tuple[str, int, int, int]) -> Expected:
     _, a, b, n = parameter
     at = torch.arange(trial.mine().shape[-1])
     at[a : a + n], at[b : b + n] = torch.arange(b, b + n), torch.arange(a, a + n)
@@ -250,64 +214,46 @@ def columns_exchanged(trial: Trial, parameter: tuple[str, int, int, int]) -> Exp
 
 
 def _input_parts(trial: Trial) -> list[Guess]:
-    width, head = _input(trial.call)[1].shape[-1], trial.call.parent.get("head_dim")
+    width, head = linear_input(trial.call)[1].shape[-1], trial.call.parent.get("head_dim")
     sizes = [width // n for n in (2, 4, 8) if width % n == 0]
     sizes = [*sizes, *([head, width - head] if isinstance(head, int) and 0 < head < width else [])]
-    return [Guess(n, choices=float(len(sizes))) for n in dict.fromkeys(sizes)]
+    return among(dict.fromkeys(sizes), float(len(sizes)))
 
 
-@cause(ADDRESS, *LINEAR, text="with its input's columns {0} places further on (the last ones in front)",
-       values=_input_parts)  # fmt: skip
-def input_columns_shifted(trial: Trial, n: int) -> Call:
-    name, x = _input(trial.call)
+def _input_shifted(trial: Trial, n: int) -> Call:
+    name, x = linear_input(trial.call)
     return edited(trial.call, inputs={name: x.roll(n, -1)})
 
 
 def _stale(trial: Trial) -> Iterator[Guess]:
-    for role, columns, name, choices, _y, _mine in _columns(trial):
-        yield from (Guess((name, k, role, columns), choices=2.0 * choices) for k in (1, -1))
+    for role, columns, name, choices, _ in wrong_columns(trial):
+        yield from among(((name, k, role, columns) for k in (1, -1)), 2.0 * choices)
 
 
-@cause(ADDRESS, "*", text="with {0} of the row {1} before (not written again)", values=_stale, whole=True)
-def columns_stale(trial: Trial, parameter: tuple[str, int, str, tuple[int, ...]]) -> dict[str, Expected]:
+def _columns_stale(trial: Trial, parameter: tuple[str, int, str, tuple[int, ...]]) -> dict[str, Expected]:
     _, by, role, columns = parameter
-    plain = trial.plain[role]
-    value = plain.value.clone()
-    value[..., list(columns)] = plain.value.roll(by, 0)[..., list(columns)]
-    return {role: replace(plain, value=value, exact=None)}
+    value = trial.plain[role].value.clone()
+    value[..., list(columns)] = trial.plain[role].value.roll(by, 0)[..., list(columns)]
+    return {role: with_value(trial, value, role)}
 
 
 def _norm_tails(trial: Trial) -> list[int]:
-    width = _normed(trial.call).shape[-1]
+    width = normed_input(trial.call).shape[-1]
     return sorted({*(n for n in _SIZES if n < width), *(width % n for n in (128, 256, 512, 1024) if width > n)} - {0})
 
 
-@cause(ADDRESS, *RMS, text="with the last {0} columns left out of the sum of its squares", values=_norm_tails)
-def norm_tail(trial: Trial, n: int) -> Expected:
-    x = _normed(trial.call)
+def _norm_tail(trial: Trial, n: int) -> Any:
+    x = normed_input(trial.call)
     total = x[..., :-n].square().sum(-1, keepdim=True)
-    return _by_root(trial, (total / x.shape[-1] + _own(trial)).sqrt())
+    return by_root(trial, (total / x.shape[-1] + own_epsilon(trial)).sqrt())
 
 
-# --- ranks, experts --------------------------------------------------------------------------------------------------
-
-
-def _rank_shifts(trial: Trial) -> list[int]:
-    size = int(trial.call.attrs.get("tp_size", 1))
-    if size < 2 or not trial.call.attr("reduce_results", default=True):
-        raise Declined("no sum over ranks")
-    return list(range(1, size))
-
-
-@cause(ADDRESS, "RowParallelLinear", text="with each rank's input multiplied by the weight of the rank {0} further on",
-       values=_rank_shifts)  # fmt: skip
-def ranks_exchanged(trial: Trial, by: int) -> Expected:
-    plain, ranks = trial.plain["output.0"], ranks_of(trial.call, len(_rank_shifts(trial)) + 1)
-    value = plain.value.clone()
+def _ranks_exchanged(trial: Trial, by: int) -> Any:
+    value, ranks = trial.plain["output.0"].value.clone(), ranks_of(trial.call, len(summed_ranks(trial)))
     for k, one in enumerate(ranks):
         other = edited(one, params={"weight": _weight(ranks[(k + by) % len(ranks)])})
         value = value + (partial(other).value - partial(one).value).reshape(value.shape)
-    return replace(plain, value=value, exact=None)
+    return value
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -322,100 +268,75 @@ def _positions(call: Call) -> tuple[str, Any]:
 
 def _position_shifts(trial: Trial) -> list[Guess]:
     positions = _positions(trial.call)[1]
-    starts = positions[torch.cat((torch.tensor([True]), positions.diff() != 1))].unique()[:8].tolist()
+    starts = positions[_begins(positions)].unique()[:8].tolist()
     shifts = dict.fromkeys([1, -1, 2, -2, *(-s for s in starts), *starts, *_SIZES[2:], 256, 512])
-    ways = [(k, which) for k in shifts if k for which in ("query", "key")]
-    return [Guess((k, which), choices=float(len(ways))) for k, which in ways]
+    return among((k, which) for k in shifts if k for which in ("query", "key"))
 
 
-@cause(ADDRESS, "*RotaryEmbedding", text="with positions {0:+} {1}", values=_position_shifts)
-def positions_shifted(trial: Trial, parameter: tuple[int, str]) -> dict[str, Expected]:
+def _begins(positions: Any) -> Any:
+    """bool [rows]: where a run of positions begins."""
+    return torch.cat((torch.tensor([True]), positions.diff() != 1))
+
+
+def _positions_shifted(trial: Trial, parameter: tuple[int, str]) -> dict[str, Expected]:
     by, which = parameter
     name, positions = _positions(trial.call)
-    return _turned(trial, edited(trial.call, inputs={name: (positions + by).clamp(min=0)}), which)
-
-
-def _turned(trial: Trial, call: Call, which: str) -> dict[str, Expected]:
+    found = trial.evaluate(edited(trial.call, inputs={name: (positions + by).clamp(min=0)}))
     roles = {"query": ("output.0", "inplace.query", "inplace.1"), "key": ("output.1", "inplace.key", "inplace.2")}
-    return {role: e for role, e in trial.evaluate(call).items() if role in roles.get(which, (role,))}
+    return {role: e for role, e in found.items() if role in roles[which]}
 
 
-@cause(ADDRESS, "*RotaryEmbedding", text="with positions that begin at 0 in each chunk", whole=True)
-def positions_from_zero(trial: Trial, _: Any) -> Call:
+def _from_zero(trial: Trial, _: Any) -> Call:
     name, positions = _positions(trial.call)
-    begins = torch.cat((torch.tensor([True]), positions.diff() != 1)).nonzero().flatten()
+    begins = _begins(positions).nonzero().flatten()
     chunk = torch.bucketize(torch.arange(len(positions)), begins, right=True) - 1
     return edited(trial.call, inputs={name: positions - positions[begins][chunk]})
 
 
-@cause(ADDRESS, "*RotaryEmbedding", text="with the position of a row in the batch instead of in its request",
-       whole=True)  # fmt: skip
-def positions_of_the_batch(trial: Trial, _: Any) -> Call:
+def _of_the_batch(trial: Trial, _: Any) -> Call:
     name, positions = _positions(trial.call)
     return edited(trial.call, inputs={name: torch.arange(len(positions)).to(positions.dtype)})
 
 
-# --- attention over a cache ------------------------------------------------------------------------------------------
-
-
-def _past_times(trial: Trial, factor: float) -> Call:
-    return _with_past(trial, lambda at, past: _other({n: t.double() for n, t in past.items()}, lambda t: t * factor))
-
-
-@cause(FACTOR, "Attention", text="with keys and values times {0:.4g} in its cache", values=fit_of(_past_times, 1.0))
-def past_times(trial: Trial, factor: float) -> Call:
-    return _past_times(trial, factor)
-
-
-def _key_tails(trial: Trial) -> list[Guess]:
-    if trial.mine().numel() > 1 << 20:
-        raise Declined("too large")
-    return [Guess(n, choices=6.0) for n in (8, 16, 32, 64, 128, 256)]
-
-
-@cause(ADDRESS, "Attention", text="without the keys behind the last whole block of {0}", values=_key_tails)
-def tail_of_keys(trial: Trial, size: int) -> Expected:
-    call, plain = trial.call, trial.plain["output.0"]
-    heads, kv, head = _sizes(call)
-    how = attention.attention_settings(call, heads, head)
-    q, value = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone()
-    for at, positions, past in trial.extra("cache").requests(True):
-        k, v = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
-        whole = (positions + 1) // size * size
-        gone = (torch.arange(len(k))[None] >= whole[:, None]) & (whole > 0)[:, None]
-        value[at] = attention.attend(q[at], k, v, query_positions=positions, hidden=gone, **how)[0]
-    return replace(plain, value=value.reshape(plain.value.shape), exact=None)
-
-
-def _blocks(trial: Trial) -> Iterator[Guess]:
-    """(request, other one, first position, last) after which the request that is furthest off is nearest, on its worst
-    rows."""
-    call, mine = trial.call, trial.mine().double().flatten(1)
-    off = (mine - trial.plain["output.0"].value.reshape(mine.shape)).square().sum(1)
-    found = list(trial.extra("cache").requests(True))
-    number = max(range(len(found)), key=lambda k: float(off[found[k][0]].sum()))
-    heads, kv, head = _sizes(call)
-    how = attention.attention_settings(call, heads, head)
-    at, positions, past = found[number]
-    some = off[at].topk(min(4, len(at))).indices
-    q, at, positions = call.wide("query")[at[some]].reshape(-1, heads, head), at[some], positions[some]
-    ways = [(other, size, b) for other in range(len(found)) if other != number for size in _BLOCKS
-            for b in range(0, min(len(found[other][2]["key"]), len(past["key"])) - size + 1, size)][:_MOST]  # fmt: skip
-    best, way = float(off[at].sum()) * 0.25, None
-    for other, size, b in ways:
-        k, v = (torch.cat((past[n][:b], found[other][2][n][b : b + size], past[n][b + size :])).double()
-                .reshape(len(past[n]), kv, -1) for n in ("key", "value"))  # fmt: skip
-        y = attention.attend(q, k, v, query_positions=positions, **how)[0].flatten(1)
-        left = float((y - mine[at]).square().sum())
-        best, way = (left, (number, other, b, b + size)) if left < best else (best, way)
-    if way is not None:
-        yield Guess(way, choices=float(len(ways)))
-
-
-@cause(ADDRESS, "Attention", values=_blocks, whole=True,
-       text="with positions {2} to {3} (the last not included) of its request {0} read from request {1}")  # fmt: skip
-def block_of_another(trial: Trial, parameter: tuple[int, int, int, int]) -> Call:
-    number, other, first, stop = parameter
-    source = list(trial.extra("cache").requests(True))[other][2]
-    return _with_past(trial, lambda at, past: {
-        n: torch.cat((t[:first], source[n][first:stop], t[stop:])) for n, t in past.items()}, number)  # fmt: skip
+CAUSES = (
+    CauseRow("rows_shifted", ADDRESS, ANY, "moved {0:+d} rows (each row holds another's result)",
+             lambda t, n: _in_order(t, lambda at: at.roll(n)), _shifts, whole=True),
+    CauseRow("first_output_shifted", ADDRESS, ANY, "with its first output moved {0:+d} rows",
+             lambda t, n: _in_order(t, lambda at: at.roll(n), first=True), _shifts, whole=True),
+    CauseRow("rows_of_others", ADDRESS, ANY, "in other rows (rows {0} hold the result of rows {1})", _rows_of_others,
+             _others, whole=True),
+    CauseRow("rows_reversed", ADDRESS, ANY, "with its rows in the opposite order",
+             lambda t, _: _in_order(t, lambda at: at.flip(0)), whole=True),
+    CauseRow("rows_exchanged", ADDRESS, ANY, "with neighbouring rows exchanged",
+             lambda t, _: _in_order(t, lambda at: torch.where((at ^ 1) < len(at), at ^ 1, at)), whole=True),
+    CauseRow("one_call_before", ADDRESS, ANY, "one call before (its output was not written in this one)",
+             _call_before, _before, whole=True),
+    CauseRow("view_read_as_contiguous", ADDRESS, RMS,
+             "of its input read without the gaps of its view (each token has {0} heads in memory)", _as_contiguous,
+             _views, whole=True),
+    CauseRow("gaps_not_skipped", ADDRESS, ANY, "of its {0} read without the gaps of its view (stride {1})", _with_gaps,
+             _known_views, whole=True),
+    CauseRow("offset_not_added", ADDRESS, ANY,
+             "of its {0} read from the beginning of its storage (its view begins at element {1})", _without_offset,
+             _offsets, whole=True),
+    CauseRow("input_heads_turned", ADDRESS, ANY, "with heads and channels exchanged in each row of its input",
+             _heads_turned),
+    CauseRow("weight_transposed", ADDRESS, LINEAR, "with its weight transposed", _transposed(True)),
+    CauseRow("weight_read_transposed", ADDRESS, LINEAR, "with its weight's memory read as that of its transpose",
+             _transposed(False)),
+    CauseRow("columns_exchanged", ADDRESS, LINEAR, "with {0} of its columns exchanged", _columns_exchanged, _parts),
+    CauseRow("input_columns_shifted", ADDRESS, LINEAR,
+             "with its input's columns {0} places further on (the last ones in front)", _input_shifted, _input_parts),
+    CauseRow("columns_stale", ADDRESS, ANY, "with {0} of the row {1} before (not written again)", _columns_stale,
+             _stale, whole=True),
+    CauseRow("norm_tail", ADDRESS, RMS, "with the last {0} columns left out of the sum of its squares", _norm_tail,
+             _norm_tails),
+    CauseRow("ranks_exchanged", ADDRESS, SUMS,
+             "with each rank's input multiplied by the weight of the rank {0} further on", _ranks_exchanged,
+             lambda t: summed_ranks(t)[1:]),
+    CauseRow("positions_shifted", ADDRESS, _ROTARY, "with positions {0:+} {1}", _positions_shifted, _position_shifts),
+    CauseRow("positions_from_zero", ADDRESS, _ROTARY, "with positions that begin at 0 in each chunk", _from_zero,
+             whole=True),
+    CauseRow("positions_of_the_batch", ADDRESS, _ROTARY,
+             "with the position of a row in the batch instead of in its request", _of_the_batch, whole=True),
+)  # fmt: skip

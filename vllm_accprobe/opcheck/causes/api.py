@@ -1,31 +1,36 @@
-"""What a cause is, and how one is written.
+"""What a cause is, how one is written, and the table of all.
 
 The problem: "Attention of layer 0 is wrong" starts a discussion; "mine's output is what this attention gives without
-its soft cap of 5" ends it. The idea: a `Counterfactual` edits a call (another setting, another tensor) or computes
-another output, and names the edit in words. Whoever tries it (search.py) runs the reference on the edited call. A cause
-is a function that is marked with ``@cause``; it needs no threshold, no proof and no text besides its clause.
-Parameters come from ``values``: what the dump names (golden's attribute, config.json), small lists, or a fit (`fits`).
+its soft cap of 5" ends it. The idea: a cause is a row of a table: an edit of a call (another setting, another tensor)
+or of an output, the sentence that names it, and the parameters to try: what the dump names (golden's attribute,
+config.json), small lists, or a fit (`fits`). search.py runs the reference on each edited call; a row needs no threshold
+and no proof. A wrong call is first cut to a few of its wrong rows (`few_of`), on which nearly all causes fail at once.
 
-Not here: the causes (attention_causes.py, norms_causes.py, ...), the proof (search.py), the table of all (registry.py).
+Ours are the tables ``CAUSES`` of this folder's modules; packages add theirs, marked with ``@cause``, by the entry point
+group ``vllm_accprobe.causes`` (extensions.py), each a module or a function. Elsewhere: the proof (search.py), which
+calls are examined (examine.py).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from vllm_accprobe import extensions
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.judge.statistic import CHANCE
+from vllm_accprobe.opcheck import causes
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.causes.few_rows import few_of
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
@@ -74,9 +79,8 @@ class Trial:
 
     @functools.cached_property
     def few(self) -> Trial:
-        """The trial on a few of its wrong rows (few_rows.py); itself where it cannot be cut."""
-        found: Trial = few_of(self)
-        return found
+        """The trial on a few of its wrong rows; itself where it cannot be cut."""
+        return few_of(self)
 
     def mine(self, role: str = "output.0") -> Tensor:
         """The captured tensor of an output, its own dtype. Raises Declined."""
@@ -115,6 +119,11 @@ class Trial:
             return torch.ones((1,) * mine.dim(), dtype=torch.float64)
         return wrong.double().reshape([-1 if d == dim else 1 for d in range(mine.dim())])
 
+    def targets(self, role: str = "output.0") -> tuple[Tensor, Tensor]:
+        """What a fit goes for, float64: mine's numbers as they are, and as truncated ones."""
+        mine = self.mine(role).double()
+        return mine, middles(mine, self.dtype(role))
+
     def dtype(self, role: str) -> str:
         return grid.name_of(self.mine(role))
 
@@ -130,8 +139,12 @@ Values = Callable[[Trial], Iterable[Any]]
 """Trial (the worst one) → parameters, bare or as `Guess`. Raises Declined where it does not apply."""
 
 
+def once(trial: Trial) -> Iterable[Any]:
+    return (None,)
+
+
 @dataclass(frozen=True)
-class Counterfactual:
+class CauseRow:
     """name: unique; family: of FAMILIES; classes: globs; text: the clause that follows "what this Attention gives",
     with ``{0}`` for the parameter; change, values: as above; whole: a row of the edited output rests on other rows, or
     on its place, so that it cannot be tried on a few rows."""
@@ -141,7 +154,7 @@ class Counterfactual:
     classes: tuple[str, ...]
     text: str
     change: Change
-    values: Values
+    values: Values = once
     whole: bool = False
 
     def fits(self, cls: str) -> bool:
@@ -149,12 +162,7 @@ class Counterfactual:
 
     def clause(self, value: Any) -> str:
         """The text with its parameter."""
-        parts = value if isinstance(value, tuple) else (value,)
-        return self.text.format(*parts)
-
-
-def once(trial: Trial) -> Iterable[Any]:
-    return (None,)
+        return self.text.format(*(value if isinstance(value, tuple) else (value,)))
 
 
 def cause(
@@ -162,20 +170,20 @@ def cause(
 ) -> Callable[[Change], Change]:  # fmt: skip
     """Marks a function (trial, parameter) as a cause of operators of ``classes`` (globs over class names). Without
     ``values`` it has no parameter: it is tried once, with None. The same function may be marked several times. whole:
-    see `Counterfactual`; without it a cause that fails on a few wrong rows is tried no further."""
+    see `CauseRow`; without it a cause that fails on a few wrong rows is tried no further."""
     if family not in FAMILIES:
         raise ValueError(f"a cause is of one of {FAMILIES}, not {family!r}")
 
     def mark(function: Change) -> Change:
-        known: tuple[Counterfactual, ...] = getattr(function, MARK, ())
+        known: tuple[CauseRow, ...] = getattr(function, MARK, ())
         name = function.__name__ if not known else f"{function.__name__}_{len(known)}"
-        setattr(function, MARK, (*known, Counterfactual(name, family, classes, text, function, values, whole)))
+        setattr(function, MARK, (*known, CauseRow(name, family, classes, text, function, values, whole)))
         return function
 
     return mark
 
 
-def marked(source: ModuleType | Change) -> list[Counterfactual]:
+def marked(source: ModuleType | Change) -> list[CauseRow]:
     """The causes of a module's own functions and in its table ``CAUSES``, or of the one function."""
     if not isinstance(source, ModuleType):
         return list(getattr(source, MARK, ()))
@@ -183,12 +191,52 @@ def marked(source: ModuleType | Change) -> list[Counterfactual]:
     return [*(c for f in own for c in getattr(f, MARK, ())), *getattr(source, "CAUSES", ())]
 
 
-def edited(
-    call: Call, *, without: Sequence[str] = (), cls: str | None = None, **parts: Mapping[str, Any]
-) -> Call:  # fmt: skip
+@functools.cache
+def default_causes() -> tuple[list[CauseRow], list[str]]:
+    """Ours in the order of modules' names, then those of installed packages; a sentence for each entry point that
+    cannot be used."""
+    names = [m.name for m in pkgutil.iter_modules(causes.__path__, f"{causes.__name__}.")]
+    table, problems = [c for name in names for c in marked(importlib.import_module(name))], list[str]()
+    for extension in extensions.added(extensions.CAUSES, problems):
+        found = marked(extension.what)
+        if not found:
+            why = ValueError("it has no function marked with @cause")
+            problems.append(extensions.unusable("causes", extension.name, why))
+        table += found
+    return table, problems
+
+
+# --- what rows are written with --------------------------------------------------------------------------------------
+
+
+def among(values: Iterable[Any], choices: float = 0.0) -> list[Guess]:
+    """Parameters of which each is one choice among all of them, or among ``choices``."""
+    found = list(values)
+    return [Guess(value, choices=choices or float(len(found))) for value in found]
+
+
+def others(own: Any, known: Iterable[Any], usual: Sequence[Any] = (), choices: float = 0.0) -> Iterator[Guess]:
+    """Parameters other than ``own``: those that are named somewhere, then usual ones."""
+    named_ones = [x for x in dict.fromkeys(known) if x and x != own]
+    yield from map(Guess, named_ones)
+    yield from (Guess(x, choices=choices or float(len(usual))) for x in usual if x != own and x not in named_ones)
+
+
+def decline(reason: str) -> NoReturn:
+    raise Declined(reason)
+
+
+def with_value(trial: Trial, value: Tensor, role: str = "output.0") -> Expected:
+    """The plain output with another value."""
+    plain = trial.plain[role]
+    same = value.numel() == plain.value.numel()
+    return replace(plain, value=value.reshape(plain.value.shape) if same else value, exact=None)
+
+
+def edited(call: Call, *, without: Sequence[str] = (), **parts: Mapping[str, Any]) -> Call:
     """``call`` with other entries. parts: ``inputs``, ``params``, ``attrs``, ``parent``, ``config``, ``extra``, each
     with the entries that change; without: names that are taken out of all of them."""
-    changes: dict[str, Any] = {} if cls is None else {"cls": cls}
+    changes: dict[str, Any] = {}
     for name in ("inputs", "params", "attrs", "parent", "config", "extra"):
         old: Mapping[str, Any] = getattr(call, name)
         if parts.get(name) or any(n in old for n in without):
@@ -246,11 +294,8 @@ def outputs_of(trial: Trial, found: Any) -> dict[str, Expected]:
         found = trial.evaluate(found)
     if isinstance(found, (Expected, torch.Tensor)):
         found = {"output.0": found}
-    new = {
-        role: x if isinstance(x, Expected) else replace(trial.plain[role], value=x.double(), exact=None)
-        for role, x in found.items()
-        if role in trial.plain
-    }
+    new = {role: x if isinstance(x, Expected) else with_value(trial, x.double(), role)
+           for role, x in found.items() if role in trial.plain}  # fmt: skip
     return {**trial.plain, **new}
 
 
@@ -359,3 +404,94 @@ def fit_of(change: Change, *starts: float | Callable[[Trial], float]) -> Values:
 def named(trial: Trial, *names: str) -> list[Any]:
     """What golden's module has for these attributes, where it differs from mine's."""
     return [trial.golden[n] for n in names if n in trial.golden]
+
+
+# --- a few rows ------------------------------------------------------------------------------------------------------
+
+_FEW = 8
+"""Chosen: rows that a wrong call is cut to; half of them are the worst ones, the others lie between them."""
+_CACHED = ("Attention", "MLAAttention")
+_BY_ROWS = ("UnquantizedFusedMoEMethod",)
+"""Classes whose rows are independent, but for what their references say of noise."""
+
+
+def few_of(trial: Trial) -> Trial:
+    """``trial`` on a few of its wrong rows, the same where its rows are few, or not independent. Of attention the rows
+    stay in place, and the cache gives only these."""
+    call = trial.call
+    try:
+        if call.cls in _CACHED and call.extra.get("cache") is not None:
+            few = replace(call, extra={**call.extra, "cache": _of_worst_request(trial)})
+        elif trial.references.by_rows(call.cls) or call.cls.endswith("RotaryEmbedding") or call.cls in _BY_ROWS:
+            off = _errors(trial)
+            few = call if off is None or len(off) <= _FEW else _cut(trial, _picked(off))
+        else:
+            few = call
+        if few is call:
+            return trial
+        return replace(trial, captured=replace(trial.captured, what=few), plain=trial.evaluate(few), wrong={})
+    except (Declined, RuntimeError):
+        return trial
+
+
+def _errors(trial: Trial) -> Any:
+    """float64 [rows]: of all outputs, the relative error's square, 0 in right rows; None where they have other rows."""
+    total = None
+    for role in trial.roles():
+        record, mine, plain = trial.captured.records[role], trial.mine(role), trial.plain[role].value
+        if not mine.is_floating_point() or not mine.dim() or plain.numel() != mine.numel() or record.row_dim:
+            return None
+        off = ((mine.double() - plain.reshape(mine.shape)) * trial.weight(role)).reshape(len(mine), -1)
+        off = off.nan_to_num().square().sum(1) / plain.reshape(len(mine), -1).square().sum(1).clamp(min=1e-300)
+        if total is not None and len(off) != len(total):
+            return None
+        total = off if total is None else total + off
+    return total
+
+
+def _picked(off: Any) -> Any:
+    wrong = (off > 0).nonzero().flatten()
+    wrong = wrong if len(wrong) else torch.arange(len(off))
+    worst = wrong[off[wrong].topk(min(_FEW // 2, len(wrong))).indices]
+    return torch.cat((worst, wrong[torch.linspace(0, len(wrong) - 1, _FEW // 2).long()])).unique()
+
+
+def _cut(trial: Trial, some: Any) -> Call:
+    n = len(trial.mine(trial.roles()[0]))
+
+    def part(name: str, t: Any) -> Any:
+        record = trial.captured.records.get(name)
+        dim = record.row_dim if record is not None else 0
+        return t.index_select(dim, some) if t.dim() > dim and t.shape[dim] == n else t
+
+    def of(call: Call) -> Call:
+        extra = {k: part(k, v) if isinstance(v, torch.Tensor) else [of(c) for c in v] if k == "ranks" else v
+                 for k, v in call.extra.items()}  # fmt: skip
+        return replace(call, inputs={k: part(f"input.{k}", t) for k, t in call.inputs.items()},
+                       outputs={k: part(k, t) for k, t in call.outputs.items()}, extra=extra)  # fmt: skip
+
+    return of(trial.call)
+
+
+@dataclass(frozen=True)
+class _SomeRows:
+    """A cache of which one request has these rows alone: (places, positions, past)."""
+
+    only: tuple[Any, Any, Mapping[str, Any]]
+    why: str = ""
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        yield self.only
+
+
+def _of_worst_request(trial: Trial) -> _SomeRows:
+    off = _errors(trial)
+    if off is None:
+        raise Declined("its output has no rows")
+    found = [(float(off[at].amax()), -k, x) for k, x in enumerate(trial.call.extra["cache"].requests(True))
+             for at in (x[0],) if len(at)]  # fmt: skip
+    if not found:
+        raise Declined("no row has its whole history")
+    at, positions, past = max(found, key=lambda x: x[:2])[2]
+    some = _picked(off[at])
+    return _SomeRows((at[some], positions[some], past))

@@ -9,7 +9,7 @@ that are 0, at one position or in one aligned block, by what their absence does 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,25 +18,29 @@ import torch
 
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
+    FACTOR,
     SETTING,
-    Counterfactual,
+    CauseRow,
     Guess,
     Trial,
-    cause,
+    among,
+    decline,
     edited,
+    fit_of,
     fits,
     moved,
     named,
     once,
+    with_value,
 )
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
-from vllm_accprobe.opcheck.references.attention import attention_settings, scale_of
+from vllm_accprobe.opcheck.references.attention import attend, attention_settings, scale_of
 from vllm_accprobe.opcheck.references.caches import cache_format
 
-PAGED = ("Attention", "EncoderOnlyAttention")
-ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention")
+PAGED, CACHED = ("Attention", "EncoderOnlyAttention"), ("Attention",)
 LATENT = "MLAAttention"
+ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention", LATENT)
 _ROWS, _NUMBERS = 48, 1 << 23
 _EACH = -1
 """All requests of a call, instead of one."""
@@ -46,19 +50,46 @@ _TOGETHER = 5
 """Chosen: requests of a step whose lost positions are tried together."""
 _SOURCES = 8
 """Chosen: rows of a step that are tried in another's slot."""
+_PIECES, _WAYS = (16, 32, 64, 128), 192
+"""Chosen: tokens in a block that another request's may be, and such blocks that are tried."""
+Past = Mapping[str, Any]
+"""Of a request: "key" and "value", [positions, ...]."""
 
 
-def _sizes(call: Call) -> tuple[int, int, int]:
+def sizes(call: Call) -> tuple[int, int, int]:
     """Heads, key heads, head size."""
     heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
     return heads, kv, head
 
 
-def _head_size(call: Call) -> int:
-    return int(call.wide("q").shape[-1] if call.cls == LATENT else call.attr("head_size"))
+def _settings(call: Call) -> dict[str, Any]:
+    heads, _, head = sizes(call)
+    return dict(attention_settings(call, heads, head))
+
+
+def _keys_and_values(past: Past, kv: int) -> tuple[Any, Any]:
+    """float64 [positions, key heads, head size]."""
+    key, value = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
+    return key, value
+
+
+def by_requests(trial: Trial, y: Callable[[Any, Any, Any, Any, dict[str, Any]], Any]) -> Expected:
+    """The output, computed again. y: (queries [n, heads, d], keys and values [m, key heads, d], positions of the rows,
+    settings) → [n, heads, d]."""
+    call = trial.call
+    (heads, kv, head), how = sizes(call), _settings(call)
+    q = call.wide("query").reshape(-1, heads, head)
+    value = trial.plain["output.0"].value.reshape(-1, heads, head).clone()
+    for at, positions, past in trial.extra("cache").requests(True):
+        value[at] = y(q[at], *_keys_and_values(past, kv), positions, how)
+    return with_value(trial, value)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
+
+
+def _head_size(call: Call) -> int:
+    return int(call.wide("q").shape[-1] if call.cls == LATENT else call.attr("head_size"))
 
 
 def _scaled(trial: Trial, scale: float) -> Call:
@@ -75,7 +106,7 @@ def _scales(trial: Trial) -> Iterator[Guess]:
         known += [(latent + pe) ** -0.5, (head - pe) ** -0.5]
     known = [float(x) for x in known if not math.isclose(float(x), own, rel_tol=1e-12)]
     yield from map(Guess, dict.fromkeys(known))
-    yield from (Guess(x, choices=4.0) for x in (1.0, 1.0 / head, own * own, own**0.5) if x != own and x not in known)
+    yield from among((x for x in (1.0, 1.0 / head, own * own, own**0.5) if x != own and x not in known), 4.0)
     yield from fits(_scaled, trial, [own])
 
 
@@ -83,36 +114,17 @@ def _keys_scaled(trial: Trial, times: float) -> Call:
     return _scaled(trial, times * scale_of(trial.call, _head_size(trial.call)))
 
 
-def _eight_bits(fitted: Callable[[Trial], Iterator[Guess]]) -> Callable[[Trial], Iterator[Guess]]:
-    """The values of a cause that there is with an 8-bit cache only."""
-    return lambda trial: fitted(trial) if cache_format(trial.call.attrs) is not None else iter(())
+def _of_eight_bits(trial: Trial) -> Iterable[Guess]:
+    return fits(_keys_scaled, trial, [1.0]) if cache_format(trial.call.attrs) is not None else ()
 
 
-@cause(SETTING, *PAGED, text="with its 8-bit keys at {0:.4g} times their scale",
-       values=_eight_bits(lambda trial: fits(_keys_scaled, trial, [1.0])))  # fmt: skip
-def keys_at_other_scale(trial: Trial, times: float) -> Call:
-    return _keys_scaled(trial, times)
-
-
-@cause(SETTING, *ANY, LATENT, text="with the softmax scale {0:.4g}", values=_scales)
-def other_scale(trial: Trial, scale: float) -> Call:
-    return _scaled(trial, scale)
-
-
-def _cap(call: Call) -> float:
-    cap = call.attrs.get("logits_soft_cap") or call.config.get("attn_logit_softcapping")
-    if not cap:
-        raise Declined("it has no soft cap")
-    return float(cap)
+def _cap(trial: Trial) -> list[float]:
+    cap = trial.call.attrs.get("logits_soft_cap") or trial.call.config.get("attn_logit_softcapping")
+    return [float(cap)] if cap else decline("it has no soft cap")
 
 
 def _capped(trial: Trial, cap: float | None) -> Call:
     return edited(trial.call, attrs={"logits_soft_cap": cap}, config={"attn_logit_softcapping": None})
-
-
-@cause(SETTING, *PAGED, LATENT, text="without its soft cap of {0:g}", values=lambda trial: [_cap(trial.call)])
-def no_soft_cap(trial: Trial, cap: float) -> Call:
-    return _capped(trial, None)
 
 
 def _caps(trial: Trial) -> Iterator[Guess]:
@@ -122,37 +134,17 @@ def _caps(trial: Trial) -> Iterator[Guess]:
     yield from fits(_capped, trial, [3.0, 10.0, 30.0, 50.0])
 
 
-@cause(SETTING, *PAGED, LATENT, text="with a soft cap of {0:.4g}", values=_caps)
-def other_soft_cap(trial: Trial, cap: float) -> Call:
-    return _capped(trial, cap)
-
-
-def _own_window(call: Call) -> int | None:
-    window = attention_settings(call, *_heads_and_size(call))["window"]
-    return None if window is None else int(window)
-
-
-def _heads_and_size(call: Call) -> tuple[int, int]:
-    heads, _, head = _sizes(call)
-    return heads, head
-
-
 def _windowed(trial: Trial, window: int | None) -> Call:
     return edited(trial.call, attrs={"sliding_window": window})
 
 
 def _had_window(trial: Trial) -> list[int]:
-    window = _own_window(trial.call)
-    return [] if window is None else [window]
-
-
-@cause(SETTING, *PAGED, text="without its sliding window of {0}", values=_had_window)
-def no_window(trial: Trial, window: int) -> Call:
-    return _windowed(trial, None)
+    window = _settings(trial.call)["window"]
+    return [] if window is None else [int(window)]
 
 
 def _windows(trial: Trial) -> Iterator[Guess]:
-    own = _own_window(trial.call)
+    own = next(iter(_had_window(trial)), None)
     known = [*named(trial, "sliding_window"), trial.call.config.get("sliding_window")]
     near = [own - 1, own + 1] if own else []
     known = [x for x in dict.fromkeys([*known, *near]) if isinstance(x, int) and x > 0 and x != own]
@@ -163,26 +155,7 @@ def _windows(trial: Trial) -> Iterator[Guess]:
         yield Guess(found, choices=float(len(worst.k)))
 
 
-@cause(SETTING, "Attention", text="with a sliding window of {0}", values=_windows)
-def other_window(trial: Trial, window: int) -> Call:
-    return _windowed(trial, window)
-
-
-@cause(SETTING, *PAGED, text="without its attention sinks")
-def no_sinks(trial: Trial, _: Any) -> Call:
-    if "sinks" not in trial.call.params:
-        raise Declined("it has no sinks")
-    return edited(trial.call, without=("sinks",))
-
-
-@cause(SETTING, *PAGED, text="without its ALiBi slopes")
-def no_slopes(trial: Trial, _: Any) -> Call:
-    if attention_settings(trial.call, *_heads_and_size(trial.call))["slopes"] is None:
-        raise Declined("it has no slopes")
-    return edited(trial.call, config={"model_type": "", "alibi": False})
-
-
-# --- addresses -------------------------------------------------------------------------------------------------------
+# --- heads -----------------------------------------------------------------------------------------------------------
 
 
 def _by_heads(at: Callable[[Any], Any], heads: int) -> Callable[[Any], Any]:
@@ -190,9 +163,8 @@ def _by_heads(at: Callable[[Any], Any], heads: int) -> Callable[[Any], Any]:
     return lambda t: at(t.reshape(t.shape[0], heads, -1)).reshape(t.shape)
 
 
-@cause(ADDRESS, *PAGED, text="with key heads dealt out in turn (query head h reads key head h modulo their number)")
-def heads_in_turn(trial: Trial, _: Any) -> Expected:
-    heads, kv, _head = _sizes(trial.call)
+def _heads_in_turn(trial: Trial, _: Any) -> Expected:
+    heads, kv, _head = sizes(trial.call)
     if kv in (1, heads):
         raise Declined("each order is the same")
     order = torch.arange(heads).reshape(-1, kv).T.flatten()  # by the key head that each should read
@@ -202,14 +174,11 @@ def heads_in_turn(trial: Trial, _: Any) -> Expected:
     return moved(found, _by_heads(lambda t: t[:, back], heads))
 
 
-def _shifts(trial: Trial) -> list[Guess]:
-    heads = _sizes(trial.call)[0]
-    return [Guess(n, choices=float(heads - 1)) for n in range(1, heads)]
+def _heads_shifted(trial: Trial, n: int) -> Expected:
+    return moved(trial.plain["output.0"], _by_heads(lambda t: t.roll(n, 1), sizes(trial.call)[0]))
 
 
-@cause(ADDRESS, *PAGED, text="with its heads' results {0} places further on", values=_shifts)
-def heads_shifted(trial: Trial, n: int) -> Expected:
-    return moved(trial.plain["output.0"], _by_heads(lambda t: t.roll(n, 1), _sizes(trial.call)[0]))
+# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,7 +187,7 @@ class OtherPast:
     past; read: positions of the rows → the last key that each reads."""
 
     cache: Any
-    change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+    change: Callable[[Any, Past], Past]
     number: int = _EACH
     read: Callable[[Any], Any] = lambda at: at
 
@@ -226,21 +195,19 @@ class OtherPast:
     def why(self) -> str:
         return str(self.cache.why)
 
-    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Past]]:
         for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
             if self.number in (k, _EACH):
                 past, positions = self.change(positions, past), self.read(positions)
             yield at, positions, past
 
 
-def _with_past(
-    trial: Trial, change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]], number: int = _EACH
-) -> Call:  # fmt: skip
+def with_past(trial: Trial, change: Callable[[Any, Past], Past], number: int = _EACH) -> Call:
     return edited(trial.call, extra={"cache": OtherPast(trial.extra("cache"), change, number)})
 
 
-def _other(past: Mapping[str, Any], change: Callable[[Any], Any], *names: str) -> dict[str, Any]:
-    return {n: change(t.clone()) if n in (names or ("key", "value")) else t for n, t in past.items()}
+def _other(past: Past, change: Callable[[Any], Any]) -> dict[str, Any]:
+    return {n: change(t.clone()) if n in ("key", "value") else t for n, t in past.items()}
 
 
 def _zeroed(t: Any, some: slice) -> Any:
@@ -248,66 +215,52 @@ def _zeroed(t: Any, some: slice) -> Any:
     return t
 
 
-def _same(past: Mapping[str, Any], *_: Any) -> Mapping[str, Any]:
-    return past
+def _past_times(trial: Trial, factor: float) -> Call:
+    return with_past(trial, lambda at, past: _other({n: t.double() for n, t in past.items()}, lambda t: t * factor))
 
 
-def _of_past(
-    name: str, text: str, change: Callable[..., Any], values: Any = once, whole: bool = False,
-    read: Callable[[Any], Any] = lambda at: at,
-) -> Any:  # fmt: skip
-    """A cause that edits the cache. change: (past, positions of the rows, number of key heads, parameter) → past; read:
-    as in `OtherPast`."""
+def _without_tail(trial: Trial, size: int) -> Expected:
+    def y(q: Any, k: Any, v: Any, positions: Any, how: dict[str, Any]) -> Any:
+        whole = (positions + 1) // size * size
+        gone = (torch.arange(len(k))[None] >= whole[:, None]) & (whole > 0)[:, None]
+        return attend(q, k, v, query_positions=positions, hidden=gone, **how)[0]
 
-    def found(trial: Trial, value: Any) -> Call:
-        kv, cache = _sizes(trial.call)[1], trial.extra("cache")
-        other = OtherPast(cache, lambda at, past: change(past, at, kv, value), read=read)
-        return edited(trial.call, extra={"cache": other})
-
-    return Counterfactual(name, ADDRESS, ("Attention",), text, found, values, whole)
+    return by_requests(trial, y)
 
 
-def _if_several(trial: Trial) -> list[None]:
-    return [None] if _sizes(trial.call)[1] > 1 else []
+def _key_tails(trial: Trial) -> list[Guess]:
+    return decline("too large") if trial.mine().numel() > 1 << 20 else among(_BLOCKS)
 
 
-def _if_no_window(trial: Trial) -> list[None]:
-    """With a window, a row without a next key reads one key less, as in a smaller window."""
-    return [] if _had_window(trial) else [None]
+def _other_blocks(trial: Trial) -> Iterator[Guess]:
+    """(request, other one, first position, last) after which the request that is furthest off is nearest, on its worst
+    rows."""
+    call, mine = trial.call, trial.mine().double().flatten(1)
+    off = (mine - trial.plain["output.0"].value.reshape(mine.shape)).square().sum(1)
+    found = list(trial.extra("cache").requests(True))
+    number = max(range(len(found)), key=lambda k: float(off[found[k][0]].sum()))
+    (heads, kv, head), how = sizes(call), _settings(call)
+    at, positions, past = found[number]
+    some = off[at].topk(min(4, len(at))).indices
+    q, at, positions = call.wide("query")[at[some]].reshape(-1, heads, head), at[some], positions[some]
+    ways = [(other, size, b) for other in range(len(found)) if other != number for size in _PIECES
+            for b in range(0, min(len(found[other][2]["key"]), len(past["key"])) - size + 1, size)][:_WAYS]  # fmt: skip
+    best, way = float(off[at].sum()) * 0.25, None
+    for other, size, b in ways:
+        k, v = (torch.cat((past[n][:b], found[other][2][n][b : b + size], past[n][b + size :])).double()
+                .reshape(len(past[n]), kv, -1) for n in ("key", "value"))  # fmt: skip
+        y = attend(q, k, v, query_positions=positions, **how)[0].flatten(1)
+        left = float((y - mine[at]).square().sum())
+        best, way = (left, (number, other, b, b + size)) if left < best else (best, way)
+    if way is not None:
+        yield Guess(way, choices=float(len(ways)))
 
 
-def _kv_shifts(trial: Trial) -> list[Guess]:
-    kv = _sizes(trial.call)[1]
-    return [Guess(n, choices=float(kv - 1)) for n in range(1, min(kv, 9))]
-
-
-def _taken(past: Mapping[str, Any], key: str, value: str) -> dict[str, Any]:
-    return {n: past[m].reshape(past[n].shape) for n, m in (("key", key), ("value", value))}
-
-
-CAUSES = (
-    _of_past("step_not_written", "if nothing of this step were in the cache yet (keys and values 0)",
-             lambda past, at, kv, _: _other(past, lambda t: _zeroed(t, slice(int(at.min()), None))), whole=True),
-    _of_past("past_lost", "if nothing of earlier steps were in the cache (keys and values 0)",
-             lambda past, at, kv, _: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))), whole=True),
-    _of_past("past_unread", "if only the keys of this step were read, and none of earlier steps",
-             lambda past, at, kv, _: {n: t[int(at.min()) :] for n, t in past.items()}, whole=True,
-             read=lambda at: at - at.min()),
-    _of_past("own_key_unread", "if each row read the keys before its own position only", _same,
-             read=lambda at: (at - 1).clamp(min=0)),
-    _of_past("next_key_read", "if each row read the key after its own position, too", _same, _if_no_window,
-             read=lambda at: at + 1),
-    _of_past("past_shifted", "with keys and values one position late in the cache",
-             lambda past, at, kv, _: _other(past, lambda t: t.roll(1, 0))),
-    _of_past("keys_for_values", "with its keys taken for values", lambda past, at, kv, _: _taken(past, "key", "key")),
-    _of_past("keys_and_values_exchanged", "with keys and values exchanged",
-             lambda past, at, kv, _: _taken(past, "value", "key")),
-    _of_past("last_head_for_all", "with the last of its key heads' values in all of them",
-             lambda past, at, kv, _: _other(past, _by_heads(lambda t: t[:, -1:].expand_as(t).clone(), kv)),
-             _if_several),
-    _of_past("key_heads_shifted", "with each query head's key head {0} further on",
-             lambda past, at, kv, n: _other(past, _by_heads(lambda t: t.roll(-n, 1), kv)), _kv_shifts),
-)  # fmt: skip
+def _block_of_another(trial: Trial, parameter: tuple[int, int, int, int]) -> Call:
+    number, other, first, stop = parameter
+    source = list(trial.extra("cache").requests(True))[other][2]
+    return with_past(trial, lambda at, past: {
+        n: torch.cat((t[:first], source[n][first:stop], t[stop:])) for n, t in past.items()}, number)  # fmt: skip
 
 
 _Gone = tuple[int, int, int]
@@ -328,20 +281,17 @@ def _gone(trial: Trial) -> Iterator[Guess]:
         yield Guess((named, tuple((w.request, first, stop) for w, first, stop in best)), choices=choices)
 
 
-def _without(some: slice, at: Any, past: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _other(past, lambda t: _zeroed(t, some))
-
-
 def _places(first: int, stop: int) -> str:
     return f"position {first}" if stop - first == 1 else f"positions {first} to {stop - 1}"
 
 
-@cause(ADDRESS, "Attention", values=_gone, whole=True,
-       text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)")  # fmt: skip
-def positions_not_written(trial: Trial, where: tuple[str, tuple[_Gone, ...]]) -> Call:
+def _not_written(trial: Trial, where: tuple[str, tuple[_Gone, ...]]) -> Call:
+    def without(some: slice, at: Any, past: Past) -> Past:
+        return _other(past, lambda t: _zeroed(t, some))
+
     call = trial.call
     for number, first, stop in where[1]:
-        change = partial(_without, slice(first, stop))
+        change = partial(without, slice(first, stop))
         call = edited(call, extra={"cache": OtherPast(call.extra["cache"], change, number)})
     return call
 
@@ -349,7 +299,7 @@ def positions_not_written(trial: Trial, where: tuple[str, tuple[_Gone, ...]]) ->
 def _overwritten(trial: Trial) -> Iterator[Guess]:
     """(request's number, position, row of this step) of the slot that holds another row's key and value; the rows are
     the first one and each request's last one, which padding repeats."""
-    w, heads, kv = _worst(trial), *_sizes(trial.call)[:2]
+    w, heads, kv = _worst(trial), *sizes(trial.call)[:2]
     rows = sorted({0, *(int(at[-1]) for at, _, _ in trial.extra("cache").requests(True) if len(at))})[:_SOURCES]
     some = max(1, _NUMBERS // (heads * len(w.k) * w.v.shape[-1]))
     q, mine, out, positions = w.q[:some], w.mine[:some], w.value[:some], w.positions[:some]
@@ -374,26 +324,47 @@ def _overwritten(trial: Trial) -> Iterator[Guess]:
         yield Guess(where, choices=float(len(rows) * len(w.k)))
 
 
-@cause(ADDRESS, "Attention", values=_overwritten, whole=True,
-       text="if position {1} of its request {0} had key and value of row {2} of this step (its slot was overwritten)")
-def slot_overwritten(trial: Trial, where: tuple[int, int, int]) -> Call:
+def _slot_overwritten(trial: Trial, where: tuple[int, int, int]) -> Call:
     number, position, row = where
     new = {n: trial.call.inputs[n][row].flatten() for n in ("key", "value")}
 
-    def change(past: Mapping[str, Any]) -> dict[str, Any]:
+    def change(at: Any, past: Past) -> dict[str, Any]:
         found = {n: t.clone() for n, t in past.items()}
         for n, x in new.items():
             found[n][position] = x.reshape(found[n][position].shape).to(found[n].dtype)
         return found
 
-    return _with_past(trial, lambda at, past: change(past), number)
+    return with_past(trial, change, number)
+
+
+def _past(
+    name: str, text: str, change: Callable[..., Any], values: Any = once, whole: bool = False,
+    read: Callable[[Any], Any] = lambda at: at,
+) -> CauseRow:  # fmt: skip
+    """A cause that edits the cache. change: (past, positions of the rows, number of key heads, parameter) → past; read:
+    as in `OtherPast`."""
+
+    def found(trial: Trial, value: Any) -> Call:
+        kv, cache = sizes(trial.call)[1], trial.extra("cache")
+        other = OtherPast(cache, lambda at, past: change(past, at, kv, value), read=read)
+        return edited(trial.call, extra={"cache": other})
+
+    return CauseRow(name, ADDRESS, CACHED, text, found, values, whole)
+
+
+def _same(past: Past, *_: Any) -> Past:
+    return past
+
+
+def _taken(past: Past, key: str, value: str) -> dict[str, Any]:
+    return {n: past[m].reshape(past[n].shape) for n, m in (("key", key), ("value", value))}
 
 
 # --- searches --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Worst:
+class WorstRequest:
     """Rows of the request that is furthest off: queries, mine's output and the reference's [n, heads, ...], positions
     [n], keys and values [m, kv heads, ...]; request: its number in the call."""
 
@@ -409,16 +380,15 @@ class _Worst:
     dtype: str
 
 
-def _worst(trial: Trial) -> _Worst:
+def _worst(trial: Trial) -> WorstRequest:
     """Raises Declined where no request is off, and where scores are more than scaled products."""
     return _wrong_requests(trial, 1)[0]
 
 
-def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[_Worst]:
+def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[WorstRequest]:
     """The requests with rows that are off, the worst one first, which is there always. Raises Declined as `_worst`."""
     call = trial.call
-    heads, kv, head = _sizes(call)
-    settings = attention_settings(call, heads, head)
+    (heads, kv, head), settings = sizes(call), _settings(call)
     if settings["sinks"] is not None or settings["slopes"] is not None or settings["cap"]:
         raise Declined("a search for plain scores only")
     given, expected = trial.mine(), trial.plain["output.0"]
@@ -431,9 +401,9 @@ def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[_Worst]:
             off.append((size, number, at, positions, past))
     if not off:
         raise Declined("no request is off")
-    found, dtype = list[_Worst](), trial.dtype("output.0")
+    found, dtype = list[WorstRequest](), trial.dtype("output.0")
     for _, number, at, positions, past in sorted(off, key=lambda x: (-x[0], x[1]))[:most]:
-        k, v = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
+        k, v = _keys_and_values(past, kv)
         error = (mine[at] - value[at]).flatten(1).square().sum(1)
         bad = error > 2.0 * (call.unit * value[at]).flatten(1).square().sum(1)
         if found and not bool(bad.any()):
@@ -446,11 +416,11 @@ def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[_Worst]:
         way = direction(value[at], mine[at], dtype)
         nearer = middles(mine[at], dtype) if way.toward_zero else mine[at]
         scale, window = settings["scale"], settings["window"]
-        found.append(_Worst(number, q[at], nearer, positions, k, v, value[at], scale, window, dtype))
+        found.append(WorstRequest(number, q[at], nearer, positions, k, v, value[at], scale, window, dtype))
     return found
 
 
-def _best_window(w: _Worst) -> int:
+def _best_window(w: WorstRequest) -> int:
     """The window with which the worst row comes closest: sums of e and e v from the row's own position back."""
     row = int((w.mine - w.value).flatten(1).square().sum(1).argmax())
     seen = int(w.positions[row]) + 1
@@ -463,7 +433,7 @@ def _best_window(w: _Worst) -> int:
     return 1 + int((out - w.mine[row, :heads]).square().sum((1, 2)).argmin())
 
 
-def _zeros(w: _Worst, nearer: Any) -> list[tuple[float, int, int]]:
+def _zeros(w: WorstRequest, nearer: Any) -> list[tuple[float, int, int]]:
     """(what is left of the error, first, stop) of the best block of each size."""
     share = w.q.shape[1] // w.k.shape[1]
     k, v = (x.repeat_interleave(share, 1) for x in (w.k, w.v))
@@ -510,3 +480,59 @@ def _squares(e: Any, v: Any, size: int) -> Any:
     return torch.stack(parts, -1)
 
 
+CAUSES = (
+    CauseRow("past_times", FACTOR, CACHED, "with keys and values times {0:.4g} in its cache", _past_times,
+             fit_of(_past_times, 1.0)),
+    CauseRow("tail_of_keys", ADDRESS, CACHED, "without the keys behind the last whole block of {0}", _without_tail,
+             _key_tails),
+    CauseRow("block_of_another", ADDRESS, CACHED,
+             "with positions {2} to {3} (the last not included) of its request {0} read from request {1}",
+             _block_of_another, _other_blocks, whole=True),
+    CauseRow("keys_at_other_scale", SETTING, PAGED, "with its 8-bit keys at {0:.4g} times their scale", _keys_scaled,
+             _of_eight_bits),
+    CauseRow("other_scale", SETTING, ANY, "with the softmax scale {0:.4g}", _scaled, _scales),
+    CauseRow("no_soft_cap", SETTING, (*PAGED, LATENT), "without its soft cap of {0:g}", lambda t, _: _capped(t, None),
+             _cap),
+    CauseRow("other_soft_cap", SETTING, (*PAGED, LATENT), "with a soft cap of {0:.4g}", _capped, _caps),
+    CauseRow("no_window", SETTING, PAGED, "without its sliding window of {0}", lambda t, _: _windowed(t, None),
+             _had_window),
+    CauseRow("other_window", SETTING, CACHED, "with a sliding window of {0}", _windowed, _windows),
+    CauseRow("no_sinks", SETTING, PAGED, "without its attention sinks",
+             lambda t, _: edited(t.call, without=("sinks",)) if "sinks" in t.call.params else decline("no sinks")),
+    CauseRow("no_slopes", SETTING, PAGED, "without its ALiBi slopes",
+             lambda t, _: decline("it has no slopes") if _settings(t.call)["slopes"] is None
+             else edited(t.call, config={"model_type": "", "alibi": False})),
+    CauseRow("heads_in_turn", ADDRESS, PAGED,
+             "with key heads dealt out in turn (query head h reads key head h modulo their number)", _heads_in_turn),
+    CauseRow("heads_shifted", ADDRESS, PAGED, "with its heads' results {0} places further on", _heads_shifted,
+             lambda t: among(range(1, sizes(t.call)[0]))),
+    CauseRow("positions_not_written", ADDRESS, CACHED,
+             "if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)", _not_written, _gone,
+             whole=True),
+    CauseRow("slot_overwritten", ADDRESS, CACHED,
+             "if position {1} of its request {0} had key and value of row {2} of this step (its slot was overwritten)",
+             _slot_overwritten, _overwritten, whole=True),
+    _past("step_not_written", "if nothing of this step were in the cache yet (keys and values 0)",
+          lambda past, at, kv, _: _other(past, lambda t: _zeroed(t, slice(int(at.min()), None))), whole=True),
+    _past("past_lost", "if nothing of earlier steps were in the cache (keys and values 0)",
+          lambda past, at, kv, _: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))), whole=True),
+    _past("past_unread", "if only the keys of this step were read, and none of earlier steps",
+          lambda past, at, kv, _: {n: t[int(at.min()) :] for n, t in past.items()}, whole=True,
+          read=lambda at: at - at.min()),
+    _past("own_key_unread", "if each row read the keys before its own position only", _same,
+          read=lambda at: (at - 1).clamp(min=0)),
+    # With a window, a row without a next key reads one key less, as in a smaller window.
+    _past("next_key_read", "if each row read the key after its own position, too", _same,
+          lambda t: [] if _had_window(t) else [None], read=lambda at: at + 1),
+    _past("past_shifted", "with keys and values one position late in the cache",
+          lambda past, at, kv, _: _other(past, lambda t: t.roll(1, 0))),
+    _past("keys_for_values", "with its keys taken for values", lambda past, at, kv, _: _taken(past, "key", "key")),
+    _past("keys_and_values_exchanged", "with keys and values exchanged",
+          lambda past, at, kv, _: _taken(past, "value", "key")),
+    _past("last_head_for_all", "with the last of its key heads' values in all of them",
+          lambda past, at, kv, _: _other(past, _by_heads(lambda t: t[:, -1:].expand_as(t).clone(), kv)),
+          lambda t: [None] if sizes(t.call)[1] > 1 else []),
+    _past("key_heads_shifted", "with each query head's key head {0} further on",
+          lambda past, at, kv, n: _other(past, _by_heads(lambda t: t.roll(-n, 1), kv)),
+          lambda t: among(range(1, min(kv := sizes(t.call)[1], 9)), float(kv - 1))),
+)  # fmt: skip

@@ -22,8 +22,7 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
-from vllm_accprobe.opcheck.causes.api import Counterfactual, Outputs, Trial
-from vllm_accprobe.opcheck.causes.registry import default_causes
+from vllm_accprobe.opcheck.causes.api import CauseRow, Outputs, Trial, default_causes
 from vllm_accprobe.opcheck.causes.search import SECONDS, Deadline, Explanation, Failures, ProvedCause, search
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.reference_table import References
@@ -48,13 +47,12 @@ class Causes:
 
     def __init__(
         self, references: References, golden: Mapping[str, Mapping[str, Any]] | None = None, *,
-        causes: Iterable[Counterfactual] | None = None, seconds: float | None = SECONDS, chance: float = CHANCE,
+        causes: Iterable[CauseRow] | None = None, seconds: float | None = SECONDS, chance: float = CHANCE,
         taps: int | None = _TAPS,
     ):  # fmt: skip
         self._most = taps
         self._references, self._golden, self._chance = references, golden or {}, chance
-        self._causes = list(default_causes().causes if causes is None else causes)
-        self._table = list(default_causes().problems) if causes is None else []
+        self._causes, self._table = default_causes() if causes is None else (list(causes), [])
         self._failures = Failures()
         self._seconds, self._left, self._taps = seconds, seconds, 0
         self._known: dict[tuple[str, str], tuple[ProvedCause, ...]] = {}

@@ -13,12 +13,23 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, precision, rounded_once, scaled
-from vllm_accprobe.opcheck.floors.rounding import middles
+from vllm_accprobe.opcheck.causes.api import (
+    ADDRESS,
+    FACTOR,
+    CauseRow,
+    Guess,
+    Trial,
+    among,
+    precision,
+    rounded_once,
+    scaled,
+    with_value,
+)
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.linear import partial
 from vllm_accprobe.opcheck.references.parts import ranks_of
 
+ANY, SUMS = ("*",), ("RowParallelLinear",)
 _OFF = 4.0
 """Chosen: standard deviations from which an element is taken for wrong when columns are looked for; the proof does not
 rest on it."""
@@ -36,18 +47,16 @@ def _floats(trial: Trial) -> Iterator[tuple[str, Any, Any]]:
         if mine.is_floating_point() and value.numel() == mine.numel() and mine.numel():
             mine = mine.double()
             value = value.reshape(mine.shape).double()
-            found.append((float((mine - value).square().sum() / value.square().sum().clamp(min=1e-300)), role))
-    for off, role in sorted(found, reverse=True):
-        if off > 0:
-            mine = trial.mine(role).double()
-            yield role, trial.plain[role].value.reshape(mine.shape).double(), mine
+            off = float((mine - value).square().sum() / value.square().sum().clamp(min=1e-300))
+            found.append((off, role, value, mine))
+    found.sort(key=lambda x: x[:2], reverse=True)
+    yield from ((role, value, mine) for off, role, value, mine in found if off > 0)
 
 
-def _ratios(trial: Trial, role: str, y: Any, mine: Any, which: Any = True) -> Iterator[float]:
-    """Factors by least squares: of all rows and of the wrong ones, of mine's numbers as they are and as truncated
-    ones."""
+def _ratios(trial: Trial, role: str, y: Any, which: Any = True) -> Iterator[float]:
+    """Factors by least squares: of all rows and of the wrong ones."""
     seen: list[float] = []
-    for target in (mine, middles(mine, trial.dtype(role))):
+    for target in trial.targets(role):
         for weight in (1.0, trial.weight(role)):
             weight = weight * precision(trial, role) * which
             size = float((weight * y * y).sum())
@@ -58,31 +67,19 @@ def _ratios(trial: Trial, role: str, y: Any, mine: Any, which: Any = True) -> It
 
 
 def _all(trial: Trial) -> Iterator[Guess]:
-    for role, y, mine in _floats(trial):
-        yield from (Guess((f, role), choices=8.0) for f in (2.0, 0.5, -1.0))
-        yield from (Guess((f, role), fitted=1) for f in _ratios(trial, role, y, mine))
-
-
-@cause(FACTOR, "*", text="multiplied by {0:.5g}", values=_all)
-def all_times(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
-    factor, role = parameter
-    return {role: scaled(rounded_once(trial, role), factor)}
-
-
-@cause(ADDRESS, "*", text="with 0 in its place (never written)", values=lambda t: [role for role, _, _ in _floats(t)])
-def never_written(trial: Trial, role: str) -> dict[str, Expected]:
-    return {role: scaled(trial.plain[role], 0.0)}
+    for role, y, _ in _floats(trial):
+        yield from among(((f, role) for f in (2.0, 0.5, -1.0)), 8.0)
+        yield from (Guess((f, role), fitted=1) for f in _ratios(trial, role, y))
 
 
 def _constants(trial: Trial) -> Iterator[Guess]:
-    for role, y, mine in _floats(trial):
+    for role, y, _ in _floats(trial):
         weight = trial.weight(role) * precision(trial, role)
-        for target in (mine, middles(mine, trial.dtype(role))):
+        for target in trial.targets(role):
             yield Guess((float((weight * (target - y)).sum() / weight.sum()), role), fitted=1)
 
 
-@cause(FACTOR, "*", text="with {0:.4g} added", values=_constants)
-def plus(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
+def _plus(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
     value, role = parameter
     plain = rounded_once(trial, role)
     return {role: replace(plain, value=plain.value + value)}
@@ -102,8 +99,8 @@ def _wrong_columns(trial: Trial, role: str, y: Any, mine: Any) -> list[int]:
     return [int(k) for k in (share >= _SHARE).nonzero().flatten()]
 
 
-def _columns(trial: Trial) -> Iterator[tuple[str, tuple[int, ...], str, float, Any, Any]]:
-    """(role, columns, their name, choices, y, mine) of outputs that are off in some columns alone."""
+def wrong_columns(trial: Trial) -> Iterator[tuple[str, tuple[int, ...], str, float, Any]]:
+    """(role, columns, their name, choices, the reference's output) of outputs that are off in some columns alone."""
     for role, y, mine in _floats(trial):
         width = y.shape[-1] if y.dim() > 1 else 0
         found = _wrong_columns(trial, role, y, mine) if width else []
@@ -116,84 +113,75 @@ def _columns(trial: Trial) -> Iterator[tuple[str, tuple[int, ...], str, float, A
         elif isinstance(head, int) and head > 1 and first // head == last // head and 2 * len(found) > head:
             first, last = first // head * head, first // head * head + head - 1
         if isinstance(head, int) and head > 1 and last - first + 1 == head and not first % head and width > head:
-            run = tuple(range(first, last + 1))
-            yield role, run, f"head {first // head}", float(width // head), y, mine
+            yield role, tuple(range(first, last + 1)), f"head {first // head}", float(width // head), y
         if found[-1] - found[0] + 1 == len(found):
             name = f"columns {found[0]} to {found[-1]}" if len(found) > 1 else f"column {found[0]}"
-            yield role, tuple(found), name, 0.5 * width * (width + 1), y, mine
+            yield role, tuple(found), name, 0.5 * width * (width + 1), y
         elif len(found) <= _TOGETHER:
-            name = f"columns {', '.join(map(str, found))}"
-            yield role, tuple(found), name, float(math.comb(width, len(found))), y, mine
+            yield role, tuple(found), f"columns {', '.join(map(str, found))}", float(math.comb(width, len(found))), y
 
 
 def _some(trial: Trial) -> Iterator[Guess]:
-    for role, columns, name, choices, y, mine in _columns(trial):
+    for role, columns, name, choices, y in wrong_columns(trial):
         which = torch.zeros(y.shape[-1], dtype=torch.float64)
         which[list(columns)] = 1.0
-        for factor in _ratios(trial, role, y, mine, which):
+        for factor in _ratios(trial, role, y, which):
             yield Guess((name, factor, role, columns), fitted=1, choices=choices)
 
 
-@cause(FACTOR, "*", text="with {0} multiplied by {1:.5g}", values=_some)
-def columns_times(trial: Trial, parameter: tuple[str, float, str, tuple[int, ...]]) -> dict[str, Expected]:
+def _columns_times(trial: Trial, parameter: tuple[str, float, str, tuple[int, ...]]) -> dict[str, Expected]:
     _, factor, role, columns = parameter
     return {role: _with_columns(trial.plain[role], columns, factor, rounded_once(trial, role))}
 
 
-def _lost(trial: Trial) -> Iterator[Guess]:
-    for role, columns, name, choices, _y, _mine in _columns(trial):
-        yield Guess((name, role, columns), choices=choices)
-
-
-@cause(ADDRESS, "*", text="with {0} left at 0 (not computed)", values=_lost)
-def columns_lost(trial: Trial, parameter: tuple[str, str, tuple[int, ...]]) -> dict[str, Expected]:
+def _columns_lost(trial: Trial, parameter: tuple[str, str, tuple[int, ...]]) -> dict[str, Expected]:
     _, role, columns = parameter
-    return {role: _with_columns(trial.plain[role], columns, 0.0)}
+    return {role: _with_columns(trial.plain[role], columns, 0.0, trial.plain[role])}
 
 
-def _with_columns(e: Expected, columns: tuple[int, ...], factor: float, read: Expected | None = None) -> Expected:
+def _with_columns(e: Expected, columns: tuple[int, ...], factor: float, read: Expected) -> Expected:
     """read: the output that the factor is applied to, rounded."""
     some = torch.zeros(e.value.shape[-1], dtype=torch.bool)
     some[list(columns)] = True
-    other = scaled(e if read is None else read, factor)
+    other, none = scaled(read, factor), torch.zeros((), dtype=torch.float64)
 
     def either(a: Any | None, b: Any | None) -> Any | None:
         return None if a is None or b is None else torch.where(some, b.expand(e.value.shape), a.expand(e.value.shape))
 
-    noise = torch.zeros((), dtype=torch.float64) if e.noise is None else e.noise
-    other_noise = torch.zeros((), dtype=torch.float64) if other.noise is None else other.noise
-    return replace(other, value=torch.where(some, other.value, e.value), noise=either(noise, other_noise),
-                   bound=either(e.bound, other.bound))  # fmt: skip
+    noise = either(none if e.noise is None else e.noise, none if other.noise is None else other.noise)
+    value = torch.where(some, other.value, e.value)
+    return replace(other, value=value, noise=noise, bound=either(e.bound, other.bound))
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _ranks(trial: Trial) -> list[int]:
+def summed_ranks(trial: Trial) -> list[int]:
     size = int(trial.call.attrs.get("tp_size", 1))
     if size < 2 or not trial.call.attr("reduce_results", default=True):
         raise Declined("no sum over ranks")
     return list(range(size))
 
 
-def _with_rank(trial: Trial, rank: int, times: float) -> dict[str, Expected]:
+def _with_rank(trial: Trial, rank: int, whole: float, times: float) -> Expected:
     plain = trial.plain["output.0"]
-    part = partial(ranks_of(trial.call, len(_ranks(trial)))[rank]).value
-    return {"output.0": replace(plain, value=plain.value + times * part.reshape(plain.value.shape))}
+    part = partial(ranks_of(trial.call, len(summed_ranks(trial)))[rank]).value.reshape(plain.value.shape)
+    return with_value(trial, whole * plain.value + times * part if whole else part)
 
 
-@cause(FACTOR, "RowParallelLinear", text="without the part of rank {0} in its sum", values=_ranks)
-def rank_missing(trial: Trial, rank: int) -> dict[str, Expected]:
-    return _with_rank(trial, rank, -1.0)
-
-
-@cause(FACTOR, "RowParallelLinear", text="with the part of rank {0} twice in its sum", values=_ranks)
-def rank_twice(trial: Trial, rank: int) -> dict[str, Expected]:
-    return _with_rank(trial, rank, 1.0)
-
-
-@cause(FACTOR, "RowParallelLinear", text="without its sum over ranks (rank {0}'s part alone)", values=_ranks)
-def not_reduced(trial: Trial, rank: int) -> dict[str, Expected]:
-    plain = trial.plain["output.0"]
-    part = partial(ranks_of(trial.call, len(_ranks(trial)))[rank]).value
-    return {"output.0": replace(plain, value=part.reshape(plain.value.shape))}
+CAUSES = (
+    CauseRow("all_times", FACTOR, ANY, "multiplied by {0:.5g}",
+             lambda t, p: {p[1]: scaled(rounded_once(t, p[1]), p[0])}, _all),
+    CauseRow("never_written", ADDRESS, ANY, "with 0 in its place (never written)",
+             lambda t, role: {role: scaled(t.plain[role], 0.0)}, lambda t: [role for role, _, _ in _floats(t)]),
+    CauseRow("plus", FACTOR, ANY, "with {0:.4g} added", _plus, _constants),
+    CauseRow("columns_times", FACTOR, ANY, "with {0} multiplied by {1:.5g}", _columns_times, _some),
+    CauseRow("columns_lost", ADDRESS, ANY, "with {0} left at 0 (not computed)", _columns_lost,
+             lambda t: [Guess((name, role, columns), choices=n) for role, columns, name, n, _ in wrong_columns(t)]),
+    CauseRow("rank_missing", FACTOR, SUMS, "without the part of rank {0} in its sum",
+             lambda t, rank: _with_rank(t, rank, 1.0, -1.0), summed_ranks),
+    CauseRow("rank_twice", FACTOR, SUMS, "with the part of rank {0} twice in its sum",
+             lambda t, rank: _with_rank(t, rank, 1.0, 1.0), summed_ranks),
+    CauseRow("not_reduced", FACTOR, SUMS, "without its sum over ranks (rank {0}'s part alone)",
+             lambda t, rank: _with_rank(t, rank, 0.0, 1.0), summed_ranks),
+)  # fmt: skip

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
     PRECISION,
     SETTING,
+    CauseRow,
     Guess,
     Trial,
-    cause,
+    among,
+    decline,
     edited,
     fits,
     named,
+    others,
     rounded_once,
     scaled,
 )
@@ -27,6 +31,8 @@ from vllm_accprobe.opcheck.references.quantised import weight_of
 
 LINEAR = ("*ParallelLinear", "*Linear", "ParallelLMHead")
 _INPUT = ("input_", "x", "input", "hidden_states", "0", "1")
+_ADAPTED = ("*LinearWithLoRA", "*LinearWithShardedLoRA")
+_LOGITS = ("LogitsProcessor",)
 
 
 def _bias(trial: Trial, times: float) -> Expected:
@@ -40,34 +46,21 @@ def _bias(trial: Trial, times: float) -> Expected:
     return replace(rounded_once(trial, "output.0"), value=trial.evaluate(changed)["output.0"].value)
 
 
-@cause(SETTING, *LINEAR, text="without its bias")
-def no_bias(trial: Trial, _: Any) -> Expected:
-    return _bias(trial, 0.0)
-
-
-@cause(SETTING, *LINEAR, text="with its bias added twice")
-def bias_twice(trial: Trial, _: Any) -> Expected:
-    if len(trial.call.extra.get("ranks", ())) == 2:
-        raise Declined("twice is once by each rank")
-    return _bias(trial, 2.0)
-
-
-def _ranks(trial: Trial) -> Sequence[Call]:
-    """The calls whose results are added up. Raises Declined."""
-    ranks: Sequence[Call] = trial.call.extra.get("ranks", ())
+def _each_rank(trial: Trial) -> list[int]:
+    ranks = trial.call.extra.get("ranks", ())
     if len(ranks) < 2 or not trial.call.attr("reduce_results", default=True):
         raise Declined("nothing is added up over ranks")
-    return ranks
+    return [len(ranks)]
 
 
-@cause(SETTING, *LINEAR, text="with its bias added by each of {0} ranks", values=lambda t: [len(_ranks(t))])
-def bias_of_each_rank(trial: Trial, ranks: int) -> Expected:
-    return _bias(trial, float(ranks))
+def _shares(trial: Trial) -> Iterator[Guess]:
+    ranks = int(trial.call.attrs.get("tp_size", 1))
+    if not trial.call.extra.get("ranks"):
+        yield from (Guess(float(x)) for x in (ranks, 1.0 / ranks) if ranks > 2)
+    yield from fits(_bias, trial, [1.0, 0.1])
 
 
-@cause(PRECISION, *LINEAR, text="with the 8-bit scale of the row {0} for each row of its input", whole=True,
-       values=lambda _: [Guess(n, choices=2.0) for n in ("before", "after")])  # fmt: skip
-def scales_of_neighbours(trial: Trial, which: str) -> Expected:
+def _neighbours_scale(trial: Trial, which: str) -> Expected:
     call, plain = trial.call, trial.plain["output.0"]
     weight = call.params.get("weight")
     if weight is None or weight.element_size() != 1 or call.extra.get("ranks"):
@@ -78,19 +71,7 @@ def scales_of_neighbours(trial: Trial, which: str) -> Expected:
     return scaled(plain, ratio, (plain.value - bias) * ratio + bias)
 
 
-def _shares(trial: Trial) -> Iterator[Guess]:
-    ranks = int(trial.call.attrs.get("tp_size", 1))
-    if not trial.call.extra.get("ranks"):
-        yield from (Guess(float(x)) for x in (ranks, 1.0 / ranks) if ranks > 2)
-    yield from fits(_bias, trial, [1.0, 0.1])
-
-
-@cause(SETTING, *LINEAR, text="with its bias times {0:.4g}", values=_shares)
-def bias_times(trial: Trial, times: float) -> Expected:
-    return _bias(trial, times)
-
-
-def _input(call: Call) -> tuple[str, Any]:
+def linear_input(call: Call) -> tuple[str, Any]:
     """The input's name and values. Raises Declined."""
     width = weight_of(call).shape[-1]
     for name in _INPUT:
@@ -101,7 +82,7 @@ def _input(call: Call) -> tuple[str, Any]:
 
 def _tails(trial: Trial) -> Iterator[Guess]:
     """How many inputs the reduction leaves out at its end: those after which the error is least, on a few numbers."""
-    _name, x = _input(trial.call)
+    _name, x = linear_input(trial.call)
     weight, width = weight_of(trial.call), x.shape[-1]
     off = (trial.mine().double() - trial.plain["output.0"].value).reshape(-1, weight.shape[0])
     worst = off.abs().amax(1).argsort(descending=True)[:4]
@@ -114,19 +95,16 @@ def _tails(trial: Trial) -> Iterator[Guess]:
         yield Guess(best, choices=float(width))
 
 
-@cause(ADDRESS, *LINEAR, text="without the last {0} of its inputs", values=_tails)
-def short(trial: Trial, n: int) -> Expected:
+def _short(trial: Trial, n: int) -> Expected:
     """The rest may have been added to, or taken from, a sum that was rounded."""
-    name, x = _input(trial.call)
+    name, x = linear_input(trial.call)
     kept = x.clone()
     kept[..., -n:] = 0
     value = trial.evaluate(edited(trial.call, inputs={name: kept}))["output.0"].value
     return replace(rounded_once(trial, "output.0"), value=value)
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-_ADAPTED = ("*LinearWithLoRA", "*LinearWithShardedLoRA")
+# --- adapters --------------------------------------------------------------------------------------------------------
 
 
 def _adapters(trial: Trial) -> RowAdapters:
@@ -134,26 +112,24 @@ def _adapters(trial: Trial) -> RowAdapters:
     return found
 
 
-def _others(trial: Trial) -> Iterator[Guess]:
+def _other_adapters(trial: Trial) -> list[Guess]:
     rows = _adapters(trial)
     names = [n for n in ("", *rows.weights) if any(own != n for own in rows.of_row)]
-    yield from (Guess(f"adapter {n!r}" if n else "no adapter", choices=float(len(names))) for n in names)
+    return among(f"adapter {n!r}" if n else "no adapter" for n in names)
 
 
-@cause(ADDRESS, *_ADAPTED, text="with {0} in place of its rows' own", values=_others, whole=True)
-def another_adapter(trial: Trial, words: str) -> Call:
+def _another_adapter(trial: Trial, words: str) -> Call:
     rows = _adapters(trial)
     name = next((n for n in rows.weights if words == f"adapter {n!r}"), "")
     return edited(trial.call, extra={"adapters": replace(rows, of_row=(name,) * len(rows.of_row))})
 
 
-def _powers(trial: Trial) -> Iterator[Guess]:
+def _powers(trial: Trial) -> list[Guess]:
     scales = {float(part["scaling"]) for parts in _adapters(trial).weights.values() for part in parts.values()}
-    yield from (Guess(w, choices=2.0) for w in ("not applied", "applied twice") if scales - {1.0})
+    return among(("not applied", "applied twice") if scales - {1.0} else ())
 
 
-@cause(SETTING, *_ADAPTED, text="with its adapter's scaling {0}", values=_powers, whole=True)
-def adapter_scaling(trial: Trial, words: str) -> Call:
+def _adapter_scaling(trial: Trial, words: str) -> Call:
     rows = _adapters(trial)
     weights = {name: {part: {**w, "scaling": w["scaling"] ** 2 if words == "applied twice" else 1.0}
                       for part, w in parts.items()} for name, parts in rows.weights.items()}  # fmt: skip
@@ -179,56 +155,63 @@ def _orders(trial: Trial) -> Iterator[Guess]:
             yield Guess((ranks, order), choices=float(math.factorial(ranks)))
 
 
-@cause(ADDRESS, "LogitsProcessor", values=_orders,
-       text="with the vocabulary's parts of {0} ranks gathered in the order {1}")  # fmt: skip
-def ranks_in_another_order(trial: Trial, parameter: tuple[int, tuple[int, ...]]) -> Call:
+def _in_another_order(trial: Trial, parameter: tuple[int, tuple[int, ...]]) -> Call:
     ranks, order = parameter
     z = trial.extra("lm_head")
     return edited(trial.call, extra={"lm_head": z.unflatten(-1, (ranks, -1))[..., list(order), :].flatten(-2)})
 
 
-def _product(trial: Trial) -> Any:
-    """lm_head's product, as wide as the logits."""
-    return trial.extra("lm_head").double()[..., : trial.mine().shape[-1]]
+def _own_cap(trial: Trial) -> float:
+    return float(trial.call.attrs.get("soft_cap") or trial.call.config.get("final_logit_softcapping") or 0.0)
 
 
-def _logits_cap(call: Call) -> float:
-    return float(call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping") or 0.0)
+def _own_scale(trial: Trial) -> float:
+    return float(trial.call.attr("scale", default=1.0))
 
 
-def _had_cap(trial: Trial) -> list[float]:
-    cap = _logits_cap(trial.call)
-    return [cap] if cap else []
+def _capped(trial: Trial, change: Callable[[Any], Any]) -> Expected:
+    """lm_head's product, as wide as the logits, with ``change`` instead of its soft cap."""
+    z = change(trial.extra("lm_head").double()[..., : trial.mine().shape[-1]])
+    return scaled(trial.plain["output.0"], 1.0, _own_scale(trial) * z)
 
 
-@cause(SETTING, "LogitsProcessor", text="without its soft cap of {0:g}", values=_had_cap)
-def no_logits_cap(trial: Trial, cap: float) -> Expected:
-    z = float(trial.call.attr("scale", default=1.0)) * _product(trial)
-    return scaled(trial.plain["output.0"], 1.0, z)
+def _other_cap(trial: Trial, cap: float) -> Expected:
+    return _capped(trial, lambda z: soft_cap(z, cap))
 
 
-def _caps(trial: Trial) -> Iterator[Guess]:
-    own = _logits_cap(trial.call)
-    yield from (Guess(float(x)) for x in named(trial, "soft_cap") if x and x != own)
-    yield from fits(other_logits_cap, trial, [3.0, 10.0, 30.0])
-
-
-@cause(SETTING, "LogitsProcessor", text="with a soft cap of {0:.4g}", values=_caps)
-def other_logits_cap(trial: Trial, cap: float) -> Expected:
-    z = float(trial.call.attr("scale", default=1.0)) * soft_cap(_product(trial), cap)
-    return scaled(trial.plain["output.0"], 1.0, z)
-
-
-def _logits_scales(trial: Trial) -> Iterator[Guess]:
-    own = float(trial.call.attr("scale", default=1.0))
-    known = [float(x) for x in [*named(trial, "scale"), 1.0, own * own] if float(x) != own]
-    yield from map(Guess, dict.fromkeys(known))
-    if own != 1.0:
-        yield from fits(other_logits_scale, trial, [own])
-
-
-@cause(SETTING, "LogitsProcessor", text="with the logits' scale {0:.4g}", values=_logits_scales)
-def other_logits_scale(trial: Trial, scale: float) -> Call:
+def _other_scale(trial: Trial, scale: float) -> Call:
     return edited(trial.call, attrs={"scale": scale})
 
 
+def _scales(trial: Trial) -> Iterator[Guess]:
+    own = _own_scale(trial)
+    yield from others(own, (float(x) for x in (*named(trial, "scale"), 1.0, own * own)))
+    if own != 1.0:
+        yield from fits(_other_scale, trial, [own])
+
+
+CAUSES = (
+    CauseRow("no_bias", SETTING, LINEAR, "without its bias", lambda t, _: _bias(t, 0.0)),
+    CauseRow("bias_twice", SETTING, LINEAR, "with its bias added twice",
+             lambda t, _: decline("twice is once by each rank") if len(t.call.extra.get("ranks", ())) == 2
+             else _bias(t, 2.0)),
+    CauseRow("bias_of_each_rank", SETTING, LINEAR, "with its bias added by each of {0} ranks",
+             lambda t, ranks: _bias(t, float(ranks)), _each_rank),
+    CauseRow("scales_of_neighbours", PRECISION, LINEAR,
+             "with the 8-bit scale of the row {0} for each row of its input", _neighbours_scale,
+             lambda _: among(("before", "after")), whole=True),
+    CauseRow("bias_times", SETTING, LINEAR, "with its bias times {0:.4g}", _bias, _shares),
+    CauseRow("short", ADDRESS, LINEAR, "without the last {0} of its inputs", _short, _tails),
+    CauseRow("another_adapter", ADDRESS, _ADAPTED, "with {0} in place of its rows' own", _another_adapter,
+             _other_adapters, whole=True),
+    CauseRow("adapter_scaling", SETTING, _ADAPTED, "with its adapter's scaling {0}", _adapter_scaling, _powers,
+             whole=True),
+    CauseRow("ranks_in_another_order", ADDRESS, _LOGITS,
+             "with the vocabulary's parts of {0} ranks gathered in the order {1}", _in_another_order, _orders),
+    CauseRow("no_logits_cap", SETTING, _LOGITS, "without its soft cap of {0:g}",
+             lambda t, _: _capped(t, lambda z: z), lambda t: [cap] if (cap := _own_cap(t)) else []),
+    CauseRow("other_logits_cap", SETTING, _LOGITS, "with a soft cap of {0:.4g}", _other_cap,
+             lambda t: chain((Guess(float(x)) for x in named(t, "soft_cap") if x and x != _own_cap(t)),
+                             fits(_other_cap, t, [3.0, 10.0, 30.0]))),
+    CauseRow("other_logits_scale", SETTING, _LOGITS, "with the logits' scale {0:.4g}", _other_scale, _scales),
+)  # fmt: skip

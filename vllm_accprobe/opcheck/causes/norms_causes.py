@@ -1,57 +1,34 @@
 """Causes of norms: the epsilon, the weight, the mean, the residual, the columns that are averaged over.
 
-Each is an edit of RMSNorm's or LayerNorm's formula (references/norms.py).
-"""
+Each is an edit of RMSNorm's or LayerNorm's formula (references/norms.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.causes.api import SETTING, Guess, Trial, cause, edited, fits, named
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.causes.api import SETTING, CauseRow, Guess, Trial, decline, edited, fits, named, others
+from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import norms
 
 RMS = ("RMSNorm", "*RMSNorm", "*RMSNormFused")
 LAYER = ("LayerNorm", "*LayerNorm")
 ALL = (*RMS, *LAYER)
 _USUAL = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+_INPUT, _RESIDUAL = ("x", "hidden_states", "input", "0"), ("residual", "1")
 
 
-def _with(call: Call, eps: float) -> Call:
-    own = next((n for n in norms.EPSILONS if n in call.attrs), norms.EPSILONS[0])
-    return edited(call, without=("usual", "epsilon"), attrs={own: eps})
-
-
-def _own(trial: Trial) -> float:
+def own_epsilon(trial: Trial) -> float:
     return norms.epsilon(trial.call)[0]
 
 
-@cause(SETTING, *ALL, text="without its epsilon")
-def no_epsilon(trial: Trial, _: Any) -> Call:
-    return _with(trial.call, 0.0)
-
-
-def _epsilons(trial: Trial) -> Iterator[Guess]:
-    own = _own(trial)
-    recorded = [trial.call.attrs.get(n) for n in norms.EPSILONS]  # which is not its siblings' where that is not ``own``
-    known = [*recorded, *named(trial, *norms.EPSILONS), *(trial.call.config.get(n) for n in norms._CONFIGURED)]
-    known = [x for x in dict.fromkeys(known) if isinstance(x, float) and x != own]
-    yield from map(Guess, known)
-    yield from (Guess(x, choices=len(_USUAL)) for x in _USUAL if x != own and x not in known)
-    yield from fits(_other_epsilon, trial, [own * 10.0**k for k in range(-2, 7)])
-
-
-def _other_epsilon(trial: Trial, eps: float) -> Call:
-    return _with(trial.call, eps)
-
-
-@cause(SETTING, *ALL, text="with the epsilon {0:.3g}", values=_epsilons)
-def other_epsilon(trial: Trial, eps: float) -> Call:
-    return _with(trial.call, eps)
+def normed_input(call: Call) -> Any:
+    """What is normalised: with its residual, and centred where the norm centres it."""
+    x, residual = call.wide(*_INPUT), call.maybe(*_RESIDUAL)
+    x = x if residual is None else x + residual.double()
+    return x if "RMSNorm" in call.cls else x - x.mean(-1, keepdim=True)
 
 
 def _parts(trial: Trial) -> norms.NormParts:
@@ -61,168 +38,139 @@ def _parts(trial: Trial) -> norms.NormParts:
     return parts
 
 
-def _by_root(trial: Trial, root: Any) -> Expected:
+def by_root(trial: Trial, root: Any) -> Any:
     """The output where the norm divides by ``root`` [..., 1] instead of its own."""
-    parts, plain = _parts(trial), trial.plain["output.0"]
-    return replace(plain, value=(parts.scaled / root + parts.bias).reshape(plain.value.shape))
-
-
-@cause(SETTING, *ALL, text="with its epsilon added behind the square root")
-def epsilon_behind_root(trial: Trial, _: Any) -> Expected:
-    return _by_root(trial, _parts(trial).power.sqrt() + _own(trial))
-
-
-@cause(SETTING, *ALL, text="without its norm (x is only weighed)")
-def norm_skipped(trial: Trial, _: Any) -> Expected:
-    return _by_root(trial, torch.ones_like(_parts(trial).power))
-
-
-@cause(SETTING, *ALL, text="with the sum of the squares instead of their mean")
-def sum_for_mean(trial: Trial, _: Any) -> Expected:
     parts = _parts(trial)
-    return _by_root(trial, (parts.power * parts.scaled.shape[-1] + _own(trial)).sqrt())
+    return parts.scaled / root + parts.bias
 
 
-def _parts_of_width(trial: Trial) -> list[int]:
-    width = _parts(trial).scaled.shape[-1]
-    return [n for n in (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64) if width % n == 0 and width // n > 1]
+def _power(change: Callable[[Any, int], Any]) -> Callable[[Trial, Any], Any]:
+    """A change of the mean square. change: (mean square [..., 1], width) → what stands in its place."""
+
+    def found(trial: Trial, _: Any) -> Any:
+        parts = _parts(trial)
+        return by_root(trial, (change(parts.power, parts.scaled.shape[-1]) + own_epsilon(trial)).sqrt())
+
+    return found
 
 
-@cause(SETTING, *ALL, text="with its mean over each of {0} parts of a row instead of the whole", values=_parts_of_width)
-def norm_by_parts(trial: Trial, n: int) -> Expected:
+def _width(trial: Trial) -> int:
+    return int(_parts(trial).scaled.shape[-1])
+
+
+def _with_epsilon(trial: Trial, eps: float) -> Call:
+    own = next((n for n in norms.EPSILONS if n in trial.call.attrs), norms.EPSILONS[0])
+    return edited(trial.call, without=("usual", "epsilon"), attrs={own: eps})
+
+
+def _epsilons(trial: Trial) -> Iterator[Guess]:
+    own = own_epsilon(trial)
+    recorded = [trial.call.attrs.get(n) for n in norms.EPSILONS]  # which is not its siblings' where that is not ``own``
+    known = [*recorded, *named(trial, *norms.EPSILONS), *(trial.call.config.get(n) for n in norms._CONFIGURED)]
+    yield from others(own, (x for x in known if isinstance(x, float)), _USUAL)
+    yield from fits(_with_epsilon, trial, [own * 10.0**k for k in range(-2, 7)])
+
+
+def _by_parts(trial: Trial, n: int) -> Any:
     """The norm of a rank's own heads (MiniMax-M2's q and k norms), or of a head instead of all."""
-    x = _input(trial.call)
+    x = normed_input(trial.call)
     power = x.square().unflatten(-1, (n, -1)).mean(-1, keepdim=True).expand(*x.shape[:-1], n, x.shape[-1] // n)
-    return _by_root(trial, (power.flatten(-2) + _own(trial)).sqrt())
+    return by_root(trial, (power.flatten(-2) + own_epsilon(trial)).sqrt())
 
 
-@cause(SETTING, "*RMSNormTP", text="with the mean square of its own rank's channels instead of all ranks'")
-def mean_of_the_rank(trial: Trial, _: Any) -> Call:
-    if int(trial.call.attr("tp_world", default=1)) < 2:
-        raise Declined("it has one rank")
-    return edited(trial.call, attrs={"tp_world": 1})
+def _of_one_part(trial: Trial, part: tuple[int, int]) -> Any:
+    x = normed_input(trial.call)[..., slice(*part)]
+    return by_root(trial, (x.square().mean(-1, keepdim=True) + own_epsilon(trial)).sqrt())
 
 
 def _first_parts(trial: Trial) -> list[tuple[int, int]]:
-    width = _parts(trial).scaled.shape[-1]
+    width = _width(trial)
     return [(width // n * k, width // n * (k + 1)) for n in (2, 4, 8) if width % n == 0 for k in range(n)]
 
 
-@cause(SETTING, *ALL, text="with its mean over columns {0} to {1} alone (the second not included)", values=_first_parts)
-def mean_of_one_part(trial: Trial, part: tuple[int, int]) -> Expected:
-    x = _input(trial.call)[..., slice(*part)]
-    return _by_root(trial, (x.square().mean(-1, keepdim=True) + _own(trial)).sqrt())
-
-
-def _input(call: Call) -> Any:
-    """What is normalised: with its residual, and centred where the norm centres it."""
-    x, residual = call.wide("x", "hidden_states", "input", "0"), call.maybe("residual", "1")
-    x = x if residual is None else x + residual.double()
-    return x if "RMSNorm" in call.cls else x - x.mean(-1, keepdim=True)
+def _other_width(trial: Trial, n: float) -> Any:
+    return _power(lambda power, width: power * (width / n))(trial, None)
 
 
 def _divisors(trial: Trial) -> Iterator[Guess]:
-    width = _parts(trial).scaled.shape[-1]
+    width = _width(trial)
     for guess in fits(_other_width, trial, [float(width)]):
         if round(guess.value) != width and abs(guess.value - round(guess.value)) < 0.05 * width**0.5:
             yield Guess(round(guess.value), fitted=1, choices=float(width))
 
 
-def _other_width(trial: Trial, n: float) -> Expected:
-    parts = _parts(trial)
-    return _by_root(trial, (parts.power * (parts.scaled.shape[-1] / n) + _own(trial)).sqrt())
+def _weighed(change: Callable[[Any, float], Any]) -> Callable[[Trial, Any], Call]:
+    """A change of the weight. change: (weight, what the norm adds to it) → weight."""
+    return lambda trial, _: edited(trial.call, params={
+        "weight": change(trial.call.param("weight"), norms.offset_of(trial.call.cls))})  # fmt: skip
 
 
-@cause(SETTING, *ALL, text="with its squares' sum divided by {0} instead of its width", values=_divisors)
-def other_divisor(trial: Trial, n: int) -> Expected:
-    return _other_width(trial, n)
-
-
-@cause(SETTING, *ALL, text="without its weight")
-def no_weight(trial: Trial, _: Any) -> Call:
-    weight = trial.call.param("weight")
-    return edited(trial.call, params={"weight": torch.ones_like(weight) - norms.offset_of(trial.call.cls)})
-
-
-@cause(SETTING, *RMS, text="with 1 + its weight instead of its weight")
-def weight_and_one(trial: Trial, _: Any) -> Call:
-    if norms.offset_of(trial.call.cls):
-        raise Declined("it does so")
-    return edited(trial.call, params={"weight": trial.call.param("weight") + 1.0})
-
-
-@cause(SETTING, *RMS, text="with its weight instead of 1 + its weight")
-def weight_without_one(trial: Trial, _: Any) -> Call:
-    if not norms.offset_of(trial.call.cls):
-        raise Declined("it does so")
-    return edited(trial.call, params={"weight": trial.call.param("weight") - 1.0})
-
-
-@cause(SETTING, *RMS, text="with its mean taken off before, as a LayerNorm does")
-def centred(trial: Trial, _: Any) -> Expected:
+def _centred(trial: Trial, _: Any) -> Any:
     call = trial.call
-    x = _input(call)
     weight = call.param("weight") + norms.offset_of(call.cls) if "weight" in call.params else None
-    return replace(trial.plain["output.0"], value=norms.layer_norm(x, weight, None, _own(trial)))
+    return norms.layer_norm(normed_input(call), weight, None, own_epsilon(trial))
 
 
-@cause(SETTING, *LAYER, text="without taking its mean off, as an RMSNorm does")
-def not_centred(trial: Trial, _: Any) -> Expected:
+def _not_centred(trial: Trial, _: Any) -> Any:
     call = trial.call
     x = call.wide("input", "x", "hidden_states", "0")
     y = norms.rms_norm(x, call.param("weight") if "weight" in call.params else None, norms._own(call))
-    return replace(trial.plain["output.0"], value=y + call.param("bias") if "bias" in call.params else y)
+    return y + call.param("bias") if "bias" in call.params else y
 
 
-@cause(SETTING, *LAYER, text="with its variance over n - 1 numbers instead of n")
-def sample_variance(trial: Trial, _: Any) -> Expected:
-    parts = _parts(trial)
-    n = parts.scaled.shape[-1]
-    return _by_root(trial, (parts.power * (n / (n - 1.0)) + _own(trial)).sqrt())
+def _with_input(names: tuple[str, ...], times: float, *roles: str) -> Callable[[Trial, Any], Any]:
+    """A norm whose input, or residual, of these names is ``times`` as large. roles: the outputs that show it; all."""
+
+    def found(trial: Trial, _: Any) -> Any:
+        call = trial.call
+        name = next((n for n in names if n in call.inputs), None)
+        if name is None or call.maybe(*_RESIDUAL) is None:
+            raise Declined("it has no residual")
+        outputs = trial.evaluate(edited(call, inputs={name: call.inputs[name].double() * times}))
+        return {role: outputs[role] for role in roles or outputs}
+
+    return found
 
 
-@cause(SETTING, *RMS, text="without adding its residual")
-def no_residual(trial: Trial, _: Any) -> dict[str, Any]:
-    return _residual(trial, 0.0)
+def _bias(times: float) -> Callable[[Trial, Any], Call]:
+    return lambda trial, _: edited(trial.call, params={"bias": trial.call.param("bias") * times})
 
 
-@cause(SETTING, *RMS, text="with its residual added twice")
-def residual_twice(trial: Trial, _: Any) -> dict[str, Any]:
-    return _residual(trial, 2.0)
-
-
-def _residual(trial: Trial, times: float, both: bool = True) -> dict[str, Any]:
-    call = trial.call
-    name = next((n for n in ("residual", "1") if n in call.inputs), None)
-    if name is None:
-        raise Declined("it has no residual")
-    found = dict(trial.evaluate(edited(call, inputs={name: call.inputs[name].double() * times})))
-    return found if both else {"output.0": found["output.0"]}
-
-
-@cause(SETTING, *RMS, text="of its input alone, though its second output has the residual added")
-def norm_of_input_alone(trial: Trial, _: Any) -> dict[str, Any]:
-    return _residual(trial, 0.0, both=False)
-
-
-@cause(SETTING, *RMS, text="of its residual alone, without its input")
-def norm_of_residual_alone(trial: Trial, _: Any) -> dict[str, Any]:
-    call = trial.call
-    name = next((n for n in ("x", "hidden_states", "input", "0") if n in call.inputs), None)
-    if name is None or call.maybe("residual", "1") is None:
-        raise Declined("it has no residual")
-    return {"output.0": trial.evaluate(edited(call, inputs={name: torch.zeros_like(call.inputs[name])}))["output.0"]}
-
-
-@cause(SETTING, *LAYER, text="without its bias")
-def no_bias(trial: Trial, _: Any) -> Call:
-    return _bias(trial, 0.0)
-
-
-@cause(SETTING, *LAYER, text="with its bias added twice")
-def bias_twice(trial: Trial, _: Any) -> Call:
-    return _bias(trial, 2.0)
-
-
-def _bias(trial: Trial, times: float) -> Call:
-    return edited(trial.call, params={"bias": trial.call.param("bias") * times})
+CAUSES = (
+    CauseRow("no_epsilon", SETTING, ALL, "without its epsilon", lambda t, _: _with_epsilon(t, 0.0)),
+    CauseRow("other_epsilon", SETTING, ALL, "with the epsilon {0:.3g}", _with_epsilon, _epsilons),
+    CauseRow("epsilon_behind_root", SETTING, ALL, "with its epsilon added behind the square root",
+             lambda t, _: by_root(t, _parts(t).power.sqrt() + own_epsilon(t))),
+    CauseRow("norm_skipped", SETTING, ALL, "without its norm (x is only weighed)",
+             lambda t, _: by_root(t, torch.ones_like(_parts(t).power))),
+    CauseRow("sum_for_mean", SETTING, ALL, "with the sum of the squares instead of their mean",
+             _power(lambda power, width: power * width)),
+    CauseRow("norm_by_parts", SETTING, ALL, "with its mean over each of {0} parts of a row instead of the whole",
+             _by_parts, lambda t: [n for n in (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
+                                   if _width(t) % n == 0 and _width(t) // n > 1]),
+    CauseRow("mean_of_the_rank", SETTING, ("*RMSNormTP",),
+             "with the mean square of its own rank's channels instead of all ranks'",
+             lambda t, _: edited(t.call, attrs={"tp_world": 1}) if int(t.call.attr("tp_world", default=1)) > 1
+             else decline("it has one rank")),
+    CauseRow("mean_of_one_part", SETTING, ALL,
+             "with its mean over columns {0} to {1} alone (the second not included)", _of_one_part, _first_parts),
+    CauseRow("other_divisor", SETTING, ALL, "with its squares' sum divided by {0} instead of its width", _other_width,
+             _divisors),
+    CauseRow("no_weight", SETTING, ALL, "without its weight", _weighed(lambda w, one: torch.ones_like(w) - one)),
+    CauseRow("weight_and_one", SETTING, RMS, "with 1 + its weight instead of its weight",
+             _weighed(lambda w, one: decline("it does so") if one else w + 1.0)),
+    CauseRow("weight_without_one", SETTING, RMS, "with its weight instead of 1 + its weight",
+             _weighed(lambda w, one: w - 1.0 if one else decline("it does so"))),
+    CauseRow("centred", SETTING, RMS, "with its mean taken off before, as a LayerNorm does", _centred),
+    CauseRow("not_centred", SETTING, LAYER, "without taking its mean off, as an RMSNorm does", _not_centred),
+    CauseRow("sample_variance", SETTING, LAYER, "with its variance over n - 1 numbers instead of n",
+             _power(lambda power, width: power * (width / (width - 1.0)))),
+    CauseRow("no_residual", SETTING, RMS, "without adding its residual", _with_input(_RESIDUAL, 0.0)),
+    CauseRow("residual_twice", SETTING, RMS, "with its residual added twice", _with_input(_RESIDUAL, 2.0)),
+    CauseRow("norm_of_input_alone", SETTING, RMS, "of its input alone, though its second output has the residual added",
+             _with_input(_RESIDUAL, 0.0, "output.0")),
+    CauseRow("norm_of_residual_alone", SETTING, RMS, "of its residual alone, without its input",
+             _with_input(_INPUT, 0.0, "output.0")),
+    CauseRow("no_bias", SETTING, LAYER, "without its bias", _bias(0.0)),
+    CauseRow("bias_twice", SETTING, LAYER, "with its bias added twice", _bias(2.0)),
+)  # fmt: skip

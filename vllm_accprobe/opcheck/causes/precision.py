@@ -12,20 +12,30 @@ Not here: whether a kernel's rounding is allowed (floors/), how operators round 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.kernels.float_formats import FORMATS
-from vllm_accprobe.opcheck.causes.activations_causes import GATED, _parts
-from vllm_accprobe.opcheck.causes.api import PRECISION, Guess, Trial, cause, edited, outputs_of
-from vllm_accprobe.opcheck.causes.attention_causes import _sizes, _with_past
-from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, _input
-from vllm_accprobe.opcheck.causes.norms_causes import RMS, _by_root, _own
-from vllm_accprobe.opcheck.causes.norms_causes import _input as _normed
-from vllm_accprobe.opcheck.causes.rotary import ROTARY, _at, _by_table
+from vllm_accprobe.opcheck.causes.activations_causes import GATED, parts
+from vllm_accprobe.opcheck.causes.api import (
+    PRECISION,
+    CauseRow,
+    Change,
+    Guess,
+    Trial,
+    Values,
+    among,
+    edited,
+    outputs_of,
+)
+from vllm_accprobe.opcheck.causes.attention_causes import CACHED, Past, by_requests, sizes, with_past
+from vllm_accprobe.opcheck.causes.factors import ANY
+from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
+from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
+from vllm_accprobe.opcheck.causes.rotary import ROTARY, at, by_table
 from vllm_accprobe.opcheck.causes.routing_causes import EXPERTS
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.references import attention
@@ -105,7 +115,7 @@ _PLAIN = {
 GRIDS: dict[str, Callable[[Tensor], Tensor]] = {**_PLAIN, **_EIGHT}
 
 
-def _left(change: Callable[[Trial, Any], Any], trial: Trial, value: Any) -> float:
+def _left(change: Change, trial: Trial, value: Any) -> float:
     """The square of what an edit leaves of mine's error, over that error's; inf where it does not apply, and where it
     changes nothing."""
     try:
@@ -126,7 +136,7 @@ def _left(change: Callable[[Trial, Any], Any], trial: Trial, value: Any) -> floa
     return left / before if before else math.inf
 
 
-def _best(change: Callable[[Trial, Any], Any], trial: Trial, values: Sequence[Any]) -> Iterator[Guess]:
+def _best(change: Change, trial: Trial, values: Sequence[Any]) -> Iterator[Guess]:
     """Of these parameters, those after which least is left, and what leaves as little: none of equals is preferred."""
     few = trial.few
     found = sorted((_left(change, few, value), k) for k, value in enumerate(values))
@@ -134,32 +144,39 @@ def _best(change: Callable[[Trial, Any], Any], trial: Trial, values: Sequence[An
     yield from (Guess(values[k], choices=float(len(values))) for left, k in found if left <= most)
 
 
+def _best_of(change: Change, values: Callable[[Trial], Sequence[Any]] | Sequence[Any]) -> Values:
+    """``values`` of a cause whose parameter is the best of these."""
+    return lambda trial: _best(change, trial, values(trial) if callable(values) else values)
+
+
 # --- inputs and weights ----------------------------------------------------------------------------------------------
+
+
+def _on_grid(x: Tensor, grid: str) -> Tensor:
+    y = GRIDS[grid](x)
+    if bool((y == x.double()).all()):
+        raise Declined("it is on that grid")
+    return y
 
 
 def _coarse_input(trial: Trial, parameter: tuple[str, str]) -> Call:
     name, grid = parameter
-    x = trial.call.inputs[name]
-    y = GRIDS[grid](x)
-    if bool((y == x.double()).all()):
-        raise Declined("it is on that grid")
-    return edited(trial.call, inputs={name: y})
+    return edited(trial.call, inputs={name: _on_grid(trial.call.inputs[name], grid)})
 
 
 def _inputs(trial: Trial) -> Iterator[Guess]:
-    names = [n for n, t in trial.call.inputs.items() if t.is_floating_point() and t.dim() > 1 and n not in _CACHED]
+    names = [n for n, t in trial.call.inputs.items() if t.is_floating_point() and t.dim() > 1 and n not in _FROM_CACHE]
     large = not trial.references.by_rows(trial.call.cls) and trial.mine().numel() > _LARGE // 8
     for name in names[:3]:
         yield from _best(_coarse_input, trial, [(name, g) for g in (_PLAIN if large else GRIDS)])
 
 
-_CACHED = ("key", "value", "kv_c_normed", "k_pe")
+_FROM_CACHE = ("key", "value", "kv_c_normed", "k_pe")
 """Inputs that attention reads from its cache."""
 
 
-@cause(PRECISION, "*", text="with its input {0} in {1}", values=_inputs, whole=True)
-def coarse_input(trial: Trial, parameter: tuple[str, str]) -> Call:
-    return _coarse_input(trial, parameter)
+def _coarse_weight(trial: Trial, grid: str) -> Call:
+    return edited(trial.call, params={"weight": _on_grid(trial.call.stored("weight"), grid)})
 
 
 def _weights(trial: Trial) -> Iterator[Guess]:
@@ -167,9 +184,9 @@ def _weights(trial: Trial) -> Iterator[Guess]:
     call, few = trial.call, trial.few
     stored = call.stored("weight")
     weight = weight_of(call) if stored.dim() == 2 else stored
-    x = few.call.inputs[_input(few.call)[0]].double().reshape(-1, weight.shape[1]) if weight.dim() == 2 else None
+    x = few.call.inputs[linear_input(few.call)[0]].double().reshape(-1, weight.shape[1]) if weight.dim() == 2 else None
     if x is None or not stored.is_floating_point() or trial.call.attrs.get("tp_size", 1) != 1:
-        yield from _best(coarse_weight, trial, list(GRIDS) if weight.numel() < _LARGE else [])
+        yield from _best(_coarse_weight, trial, list(GRIDS) if weight.numel() < _LARGE else [])
         return
     off = few.mine().double().reshape(len(x), -1) - few.plain["output.0"].value.reshape(len(x), -1)
     columns = off.abs().sum(0).topk(min(_COLUMNS, len(weight))).indices
@@ -188,24 +205,12 @@ def _no_blocks(name: str, width: int) -> bool:
     return bool(width % size) or width == size
 
 
-@cause(PRECISION, *LINEAR, *RMS, text="with its weight in {0}", values=_weights)
-def coarse_weight(trial: Trial, grid: str) -> Call:
-    weight = trial.call.stored("weight")
-    y = GRIDS[grid](weight)
-    if bool((y == weight.double()).all()):
-        raise Declined("it is on that grid")
-    return edited(trial.call, params={"weight": y})
-
-
-def _scales(trial: Trial) -> Iterator[Guess]:
+def _scales(trial: Trial) -> list[Guess]:
     names = [n for n, t in trial.call.params.items() if "scale" in n and t.numel() > 1]
-    ways = [(n, d, k) for n in names for d in range(trial.call.params[n].dim()) for k in (1, -1, 0)]
-    return iter([Guess(w, choices=float(len(ways))) for w in ways])
+    return among((n, d, k) for n in names for d in range(trial.call.params[n].dim()) for k in (1, -1, 0))
 
 
-@cause(PRECISION, *LINEAR, values=_scales, text="with {0} of another place along its dimension {1} (shifted by {2}; 0: "
-       "the first one's in all)")  # fmt: skip
-def scale_of_another(trial: Trial, parameter: tuple[str, int, int]) -> Call:
+def _scale_of_another(trial: Trial, parameter: tuple[str, int, int]) -> Call:
     name, dim, by = parameter
     scale = trial.call.stored(name)
     return edited(trial.call, params={name: scale.roll(by, dim) if by else scale.narrow(dim, 0, 1).expand_as(scale)})
@@ -215,13 +220,11 @@ def _other_scales(trial: Trial) -> list[Guess]:
     """(a weight's scale, the tensor whose scale is taken)."""
     scales = {n: t for n, t in trial.call.params.items() if "scale" in n and t.numel()}
     own = [n for n in scales if n.startswith("weight")]
-    ways = [(n, m, how) for n in own for m in scales for how in ("", "the largest of ", "one over ")
-            if n != m or how == "one over " or (how and scales[m].numel() > 1)]  # fmt: skip
-    return [Guess(w, choices=float(len(ways))) for w in ways]
+    return among((n, m, how) for n in own for m in scales for how in ("", "the largest of ", "one over ")
+                 if n != m or how == "one over " or (how and scales[m].numel() > 1))
 
 
-@cause(PRECISION, *LINEAR, text="with {2}{1} in place of {0}", values=_other_scales)
-def scale_of_other_tensor(trial: Trial, parameter: tuple[str, str, str]) -> Call:
+def _scale_of_other_tensor(trial: Trial, parameter: tuple[str, str, str]) -> Call:
     name, other, how = parameter
     own, found = trial.call.stored(name), trial.call.stored(other).double()
     found = found.amax() if how.startswith("the") else 1.0 / found if how else found
@@ -259,11 +262,6 @@ def _outputs(trial: Trial) -> Iterator[Guess]:
             yield from _best(_coarse_output, trial, [(g, role) for g in GRIDS])
 
 
-@cause(PRECISION, "*", text="with its result in {0}", values=_outputs, whole=True)
-def coarse_output(trial: Trial, parameter: tuple[str, str]) -> dict[str, Expected]:
-    return _coarse_output(trial, parameter)
-
-
 def _limits(trial: Trial) -> Iterator[Guess]:
     """The largest number of mine's, where the reference has larger ones."""
     y, mine = trial.plain["output.0"].value.double().flatten(), trial.mine().double().flatten()
@@ -274,26 +272,22 @@ def _limits(trial: Trial) -> Iterator[Guess]:
             yield Guess((float(top), way), fitted=0 if known else 1, choices=15.0 if known else 3.0)
 
 
-@cause(PRECISION, "*", text="with its result cut at {0:.5g} ({1})", values=_limits)
-def result_clamped(trial: Trial, parameter: tuple[float, str]) -> Expected:
+def _clamped(trial: Trial, parameter: tuple[float, str]) -> Any:
     top, way = parameter
-    plain = trial.plain["output.0"]
-    value = plain.value.clamp(-top if way != "above" else None, top if way != "below" else None)
-    return replace(plain, value=value, exact=None)
+    value = trial.plain["output.0"].value
+    return value.clamp(-top if way != "above" else None, top if way != "below" else None)
 
 
-def _wraps(trial: Trial) -> Iterator[Guess]:
+def _wraps(trial: Trial) -> list[Guess]:
     top = float(trial.mine().double().abs().amax())
     if not math.isfinite(top) or not float(trial.plain["output.0"].value.abs().amax()) > top > 0:
         raise Declined("none is beyond it")
-    yield from (Guess(2.0 ** (math.ceil(math.log2(top)) + k), choices=4.0) for k in (0, 1))
+    return among((2.0 ** (math.ceil(math.log2(top)) + k) for k in (0, 1)), 4.0)
 
 
-@cause(PRECISION, "*", text="with its result wrapped at {0:g} (the highest bits lost)", values=_wraps)
-def result_wrapped(trial: Trial, top: float) -> Expected:
-    plain = trial.plain["output.0"]
-    value = plain.value - 2.0 * top * torch.floor((plain.value + top) / (2.0 * top))
-    return replace(plain, value=value, exact=None)
+def _wrapped(trial: Trial, top: float) -> Any:
+    value = trial.plain["output.0"].value
+    return value - 2.0 * top * torch.floor((value + top) / (2.0 * top))
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
@@ -314,8 +308,9 @@ def _sum(x: Tensor, w: Tensor, bias: Tensor | None, block: int, how: str, dtype:
 def _sums(trial: Trial) -> Iterator[Guess]:
     call, few = trial.call, trial.few
     weight, bias = weight_of(call), call.params.get("bias")
-    x, dtype = _input(few.call)[1].double().reshape(-1, weight.shape[1]), trial.mine().dtype
-    _whole_rank(trial)
+    x, dtype = linear_input(few.call)[1].double().reshape(-1, weight.shape[1]), trial.mine().dtype
+    if int(call.attrs.get("tp_size", 1)) > 1 or call.attrs.get("skip_bias_add"):
+        raise Declined("a sum over ranks, or a bias that is added later")
     mine, y = few.mine().double().reshape(len(x), -1), few.plain["output.0"].value.reshape(len(x), -1)
     columns = (mine - y).abs().sum(0).topk(min(_COLUMNS, len(weight))).indices
     mine, before, width = mine[:, columns], float((mine - y)[:, columns].square().sum()), weight.shape[1]
@@ -324,88 +319,57 @@ def _sums(trial: Trial) -> Iterator[Guess]:
     bias = None if bias is None else bias[columns]
     found = [(float((_sum(x, weight[columns], bias, *way, dtype).to(dtype).double() - mine).square().sum()), way)
              for way in ways]  # fmt: skip
-    most = _LEFT * before
-    yield from (Guess(w, choices=float(len(ways))) for left, w in sorted(found)[:_KEPT] if left < most)
+    yield from among((w for left, w in sorted(found)[:_KEPT] if left < _LEFT * before), float(len(ways)))
 
 
-def _whole_rank(trial: Trial) -> None:
-    if int(trial.call.attrs.get("tp_size", 1)) > 1 or trial.call.attrs.get("skip_bias_add"):
-        raise Declined("a sum over ranks, or a bias that is added later")
-
-
-@cause(PRECISION, *LINEAR, text="with its sums over {0} inputs at a time in the result's dtype ({1})", values=_sums)
-def low_sum(trial: Trial, parameter: tuple[int, str]) -> Expected:
-    weight, plain = weight_of(trial.call), trial.plain["output.0"]
-    x, bias = _input(trial.call)[1], trial.call.params.get("bias")
+def _low_sum(trial: Trial, parameter: tuple[int, str]) -> Any:
+    weight, bias = weight_of(trial.call), trial.call.params.get("bias")
+    x = linear_input(trial.call)[1]
     x = x.reshape(-1, x.shape[-1])
     if len(x) * len(weight) * (x.shape[1] // parameter[0]) > _WORK:
         raise Declined("too many sums")
-    y = _sum(x, weight, bias, *parameter, trial.mine().dtype)
-    return replace(plain, value=y.reshape(plain.value.shape), exact=None)
+    return _sum(x, weight, bias, *parameter, trial.mine().dtype)
 
-
-# --- norms -----------------------------------------------------------------------------------------------------------
 
 _SQUARES = ("of rounded squares", "rounded at its end", "whose root is rounded")
 
 
-def _variances(trial: Trial) -> Iterator[Guess]:
-    width = _normed(trial.call).shape[-1]
+def _variances(trial: Trial) -> list[tuple[str, int, str]]:
+    width = normed_input(trial.call).shape[-1]
     blocks = [b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256) if width % b == 0 and b < width]
     ways = [(f"added up in {n} by {b}", b, n) for n in ("bfloat16", "float16") for b in blocks]
-    ways += [(f"{w} to {n}", _SQUARES.index(w) - 3, n) for w in _SQUARES for n in ("bfloat16", "float16")]
-    yield from _best(low_variance, trial, ways)
+    return ways + [(f"{w} to {n}", _SQUARES.index(w) - 3, n) for w in _SQUARES for n in ("bfloat16", "float16")]
 
 
-@cause(PRECISION, *RMS, text="with the sum of its squares {0}", values=_variances)
-def low_variance(trial: Trial, parameter: tuple[str, int, str]) -> Expected:
+def _low_variance(trial: Trial, parameter: tuple[str, int, str]) -> Any:
     _, block, name = parameter
-    x, to = _normed(trial.call), _format(name)
+    x, to = normed_input(trial.call), _format(name)
     squares = to(x * x) if block == -3 else x * x
     if block < 0:
         mean = squares.mean(-1, keepdim=True)
         mean = to(mean) if block == -2 else mean
-        root = (mean + _own(trial)).sqrt()
-        return _by_root(trial, 1.0 / to(1.0 / root) if block == -1 else root)
+        root = (mean + own_epsilon(trial)).sqrt()
+        return by_root(trial, 1.0 / to(1.0 / root) if block == -1 else root)
     total = torch.zeros_like(x[..., :1])
     for part in squares.unflatten(-1, (-1, block)).sum(-1).split(1, -1):
         total = to(total + part)
-    return _by_root(trial, (total / x.shape[-1] + _own(trial)).sqrt())
+    return by_root(trial, (total / x.shape[-1] + own_epsilon(trial)).sqrt())
 
 
-# --- rotary tables, sigmoids -----------------------------------------------------------------------------------------
+# --- rotary tables, sigmoids, experts --------------------------------------------------------------------------------
 
 
-def _tables(trial: Trial) -> Iterator[Guess]:
-    yield from _best(coarse_table, trial, list(_PLAIN))
-
-
-@cause(PRECISION, "*RotaryEmbedding", text="with its table of cosines and sines in {0}", values=_tables)
-def coarse_table(trial: Trial, grid: str) -> dict[str, Expected]:
+def _coarse_table(trial: Trial, grid: str) -> dict[str, Expected]:
     cache = trial.call.params.get("cos_sin_cache")
-    return _by_table(trial, lambda cos, sin, own: tuple(
+    return by_table(trial, lambda cos, sin, own: tuple(
         GRIDS[grid](t.to(own if cache is None else cache.dtype)) for t in (cos, sin)))  # fmt: skip
 
 
-def _positions(trial: Trial) -> Iterator[Guess]:
-    yield from _best(coarse_positions, trial, list(_PLAIN))
+def _coarse_positions(trial: Trial, grid: str) -> Call:
+    return at(trial, GRIDS[grid])
 
 
-@cause(PRECISION, *ROTARY, text="with its positions in {0}", values=_positions)
-def coarse_positions(trial: Trial, grid: str) -> Call:
-    return _at(trial, GRIDS[grid])
-
-
-# --- experts ---------------------------------------------------------------------------------------------------------
-
-
-def _expert_weights(trial: Trial) -> Iterator[Guess]:
-    small = trial.call.stored("w13_weight").numel() <= _LARGE
-    yield from _best(coarse_experts, trial, list(GRIDS) if small else [])
-
-
-@cause(PRECISION, EXPERTS, text="with its experts' weights in {0}", values=_expert_weights)
-def coarse_experts(trial: Trial, grid: str) -> Call:
+def _coarse_experts(trial: Trial, grid: str) -> Call:
     return edited(trial.call, params={n: GRIDS[grid](trial.call.stored(n)) for n in ("w13_weight", "w2_weight")})
 
 
@@ -413,87 +377,99 @@ _POINTS = [(n, r, how) for n in (9, 13, 17, 25, 33, 65, 129, 257) for r in (4.0,
            for how in ("straight lines between them", "the nearest one")]  # fmt: skip
 
 
-def _points(trial: Trial) -> Iterator[Guess]:
-    yield from _best(sigmoid_table, trial, _POINTS)
-
-
-@cause(PRECISION, "SiluAndMul", "MulAndSilu", values=_points,
-       text="with a sigmoid from a table of {0} points over -{1:g} to {1:g} ({2})")  # fmt: skip
-def sigmoid_table(trial: Trial, parameter: tuple[int, float, str]) -> Expected:
+def _sigmoid_table(trial: Trial, parameter: tuple[int, float, str]) -> Any:
     n, ends, how = parameter
-    gate, up, _ = _parts(trial)
+    gate, up, _ = parts(trial)
     table = torch.linspace(-ends, ends, n, dtype=torch.float64).sigmoid()
     at = ((gate + ends) * ((n - 1) / (2.0 * ends))).clamp(0, n - 1)
     below = at.floor().clamp(max=n - 2).long()
     s = table[at.round().long()] if how.startswith("the") else torch.lerp(table[below], table[below + 1], at - below)
-    return replace(trial.plain["output.0"], value=gate * s * up, exact=None)
+    return gate * s * up
 
 
-def _phis(trial: Trial) -> Iterator[Guess]:
-    yield from _best(coarse_sigmoid, trial, list(_PLAIN))
+def _coarse_sigmoid(trial: Trial, grid: str) -> Any:
+    gate, up, _ = parts(trial)
+    return gate * GRIDS[grid](torch.sigmoid(gate)) * up
 
 
-@cause(PRECISION, "SiluAndMul", "MulAndSilu", text="with its sigmoid in {0}", values=_phis)
-def coarse_sigmoid(trial: Trial, grid: str) -> Expected:
-    gate, up, _ = _parts(trial)
-    return replace(trial.plain["output.0"], value=gate * GRIDS[grid](torch.sigmoid(gate)) * up, exact=None)
-
-
-def _gates(trial: Trial) -> Iterator[Guess]:
-    yield from _best(coarse_gate, trial, [(part, g) for part in ("gate", "up", "activated gate") for g in GRIDS])
-
-
-@cause(PRECISION, *GATED, text="with its {0} in {1}", values=_gates, whole=True)
-def coarse_gate(trial: Trial, parameter: tuple[str, str]) -> Expected:
+def _coarse_gate(trial: Trial, parameter: tuple[str, str]) -> Any:
     part, grid = parameter
     dtype, to = trial.mine().dtype, GRIDS[grid]
-    gate, up, f = _parts(trial)
+    gate, up, f = parts(trial)
     gate, up = to(gate.to(dtype)) if part == "gate" else gate, to(up.to(dtype)) if part == "up" else up
-    active = to(f(gate).to(dtype)) if part == "activated gate" else f(gate)
-    return replace(trial.plain["output.0"], value=active * up, exact=None)
+    return (to(f(gate).to(dtype)) if part == "activated gate" else f(gate)) * up
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def _kept(trial: Trial, which: Iterable[str], to: Callable[[Tensor], Tensor]) -> Call:
-    kv = _sizes(trial.call)[1]
-    return _with_past(trial, lambda at, past: {
-        n: to(t.reshape(len(t), kv, -1)).reshape(t.shape) if n in which else t for n, t in past.items()})  # fmt: skip
+def _coarse_cache(trial: Trial, parameter: tuple[str, str]) -> Call:
+    (which, grid), kv = parameter, sizes(trial.call)[1]
+
+    def change(_: Any, past: Past) -> Past:
+        return {n: GRIDS[grid](t.reshape(len(t), kv, -1)).reshape(t.shape) if n in ("key", "value") and n in which
+                else t for n, t in past.items()}  # fmt: skip
+
+    return with_past(trial, change)
 
 
-def _caches(trial: Trial) -> Iterator[Guess]:
-    ways = [("keys and values", g) for g in GRIDS if "block" not in g]
-    ways += [(n, g) for n in ("values", "keys") for g in GRIDS if "block" not in g]
-    yield from _best(coarse_cache, trial, ways if trial.mine().numel() < _LARGE // 8 else ways[: len(ways) // 3])
-
-
-@cause(PRECISION, "Attention", text="with {0} of its cache in {1} (of each head)", values=_caches)
-def coarse_cache(trial: Trial, parameter: tuple[str, str]) -> Call:
-    which, grid = parameter
-    return _kept(trial, [n for n in ("key", "value") if n in which], GRIDS[grid])
+def _caches(trial: Trial) -> list[tuple[str, str]]:
+    ways = [(n, g) for n in ("keys and values", "values", "keys") for g in GRIDS if "block" not in g]
+    return ways if trial.mine().numel() < _LARGE // 8 else ways[: len(ways) // 3]
 
 
 _PLACES = ("scores", "exponentials", "probabilities")
 
 
-def _softmaxes(trial: Trial) -> Iterator[Guess]:
-    yield from _best(coarse_softmax, trial, [(where, g) for g in _PLAIN for where in _PLACES])
-
-
-@cause(PRECISION, "Attention", text="with its {0} in {1}", values=_softmaxes)
-def coarse_softmax(trial: Trial, parameter: tuple[str, str]) -> Expected:
-    call, plain, (where, grid) = trial.call, trial.plain["output.0"], parameter
-    heads, kv, head = _sizes(call)
-    how = attention.attention_settings(call, heads, head)
-    if (how.pop("sinks"), how.pop("step"))[0] is not None or trial.mine().numel() > _LARGE:
-        raise Declined("a softmax without sinks, and not too large")
+def _coarse_softmax(trial: Trial, parameter: tuple[str, str]) -> Expected:
+    where, grid = parameter
+    if trial.mine().numel() > _LARGE:
+        raise Declined("too large")
     to = {place: GRIDS[grid] if place == where else lambda x: x for place in _PLACES}
-    q, value = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone()
-    for at, positions, past in trial.extra("cache").requests(True):
-        k, v = (past[n].double().reshape(len(past[n]), kv, -1).repeat_interleave(heads // kv, 1) for n in _CACHED[:2])
-        s = to["scores"](attention.scores(q[at], k, positions=positions, **how)).nan_to_num(-math.inf)
+
+    def y(q: Any, k: Any, v: Any, positions: Any, how: dict[str, Any]) -> Any:
+        how = {n: x for n, x in how.items() if n != "step"}
+        if how.pop("sinks") is not None:
+            raise Declined("a softmax without sinks")
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        s = to["scores"](attention.scores(q, k, positions=positions, **how)).nan_to_num(-math.inf)
         e = torch.exp(s - s.amax(-1, keepdim=True))
         p = to["probabilities"](to["exponentials"](e) / e.sum(-1, keepdim=True))
-        value[at] = torch.einsum("hnm,mhe->nhe", p, v)
-    return replace(plain, value=value.reshape(plain.value.shape), exact=None)
+        return torch.einsum("hnm,mhe->nhe", p, v)
+
+    return by_requests(trial, y)
+
+
+CAUSES = (
+    CauseRow("coarse_input", PRECISION, ANY, "with its input {0} in {1}", _coarse_input, _inputs, whole=True),
+    CauseRow("coarse_weight", PRECISION, (*LINEAR, *RMS), "with its weight in {0}", _coarse_weight, _weights),
+    CauseRow("scale_of_another", PRECISION, LINEAR,
+             "with {0} of another place along its dimension {1} (shifted by {2}; 0: the first one's in all)",
+             _scale_of_another, _scales),
+    CauseRow("scale_of_other_tensor", PRECISION, LINEAR, "with {2}{1} in place of {0}", _scale_of_other_tensor,
+             _other_scales),
+    CauseRow("coarse_output", PRECISION, ANY, "with its result in {0}", _coarse_output, _outputs, whole=True),
+    CauseRow("result_clamped", PRECISION, ANY, "with its result cut at {0:.5g} ({1})", _clamped, _limits),
+    CauseRow("result_wrapped", PRECISION, ANY, "with its result wrapped at {0:g} (the highest bits lost)", _wrapped,
+             _wraps),
+    CauseRow("low_sum", PRECISION, LINEAR, "with its sums over {0} inputs at a time in the result's dtype ({1})",
+             _low_sum, _sums),
+    CauseRow("low_variance", PRECISION, RMS, "with the sum of its squares {0}", _low_variance,
+             _best_of(_low_variance, _variances)),
+    CauseRow("coarse_table", PRECISION, ("*RotaryEmbedding",), "with its table of cosines and sines in {0}",
+             _coarse_table, _best_of(_coarse_table, list(_PLAIN))),
+    CauseRow("coarse_positions", PRECISION, ROTARY, "with its positions in {0}", _coarse_positions,
+             _best_of(_coarse_positions, list(_PLAIN))),
+    CauseRow("coarse_experts", PRECISION, EXPERTS, "with its experts' weights in {0}", _coarse_experts, _best_of(
+        _coarse_experts, lambda t: list(GRIDS) if t.call.stored("w13_weight").numel() <= _LARGE else [])),
+    CauseRow("sigmoid_table", PRECISION, GATED[:2], "with a sigmoid from a table of {0} points over -{1:g} to {1:g} "
+             "({2})", _sigmoid_table, _best_of(_sigmoid_table, _POINTS)),
+    CauseRow("coarse_sigmoid", PRECISION, GATED[:2], "with its sigmoid in {0}", _coarse_sigmoid,
+             _best_of(_coarse_sigmoid, list(_PLAIN))),
+    CauseRow("coarse_gate", PRECISION, GATED, "with its {0} in {1}", _coarse_gate, _best_of(
+        _coarse_gate, [(part, g) for part in ("gate", "up", "activated gate") for g in GRIDS]), whole=True),
+    CauseRow("coarse_cache", PRECISION, CACHED, "with {0} of its cache in {1} (of each head)", _coarse_cache,
+             _best_of(_coarse_cache, _caches)),
+    CauseRow("coarse_softmax", PRECISION, CACHED, "with its {0} in {1}", _coarse_softmax,
+             _best_of(_coarse_softmax, [(where, g) for g in _PLAIN for where in _PLACES])),
+)  # fmt: skip

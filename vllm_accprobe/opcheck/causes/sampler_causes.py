@@ -6,11 +6,11 @@ argument that has a number for each row is exchanged. A token proves one bit, ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, Guess, Trial, cause, edited
+from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, CauseRow, Guess, Trial, among, edited
 from vllm_accprobe.opcheck.reference import Call, Declined
 
 SAMPLER = ("Sampler", "*Sampler")
@@ -33,29 +33,22 @@ def _rows(trial: Trial) -> tuple[dict[str, Any], Sequence[Any]]:
     return facts, facts["by_row"]
 
 
-def _named(trial: Trial, name: str) -> bool:
-    """Whether a row of the call asks for it."""
-    return any(r.asks is not None and getattr(r.asks, f) != usual
-               for r in _rows(trial)[1] for f, usual in _NEUTRAL[name].items())  # fmt: skip
+def _asked_for(trial: Trial) -> list[str]:
+    """The parameters that a row of the call asks for."""
+    return [name for name, neutral in _NEUTRAL.items() if any(
+        r.asks is not None and getattr(r.asks, f) != usual for r in _rows(trial)[1] for f, usual in neutral.items()
+    )]  # fmt: skip
 
 
-def _without(trial: Trial) -> list[str]:
-    return [name for name in _NEUTRAL if name != "seed" and _named(trial, name)]
-
-
-@cause(SETTING, *SAMPLER, text="without its {0}", values=_without, whole=True)
-def parameter_left_out(trial: Trial, name: str) -> Call:
-    rows = _rows(trial)[1]
-    return _asking(trial, [r.asks and replace(r.asks, **_NEUTRAL[name]) for r in rows], {})
+def _left_out(trial: Trial, name: str) -> Call:
+    return _asking(trial, [r.asks and replace(r.asks, **_NEUTRAL[name]) for r in _rows(trial)[1]], {})
 
 
 def _neighbours(trial: Trial) -> list[Guess]:
-    ways = [(name, by) for name in _NEUTRAL for by in (1, -1) if len(_rows(trial)[1]) > 1 and _named(trial, name)]
-    return [Guess(w, choices=float(len(ways))) for w in ways]
+    return among((name, by) for name in _asked_for(trial) for by in (1, -1) if len(_rows(trial)[1]) > 1)
 
 
-@cause(ADDRESS, *SAMPLER, text="with the {0} of the row {1} before", values=_neighbours, whole=True)
-def parameter_of_another_row(trial: Trial, parameter: tuple[str, int]) -> Call:
+def _of_another_row(trial: Trial, parameter: tuple[str, int]) -> Call:
     name, by = parameter
     facts, rows = _rows(trial)
     others = [rows[(k - by) % len(rows)].asks for k in range(len(rows))]
@@ -72,18 +65,27 @@ def _asking(trial: Trial, asks: Sequence[Any], settings: dict[str, Any]) -> Call
     return edited(trial.call, extra={"sampled": {**facts, **again, "settings": {**facts["settings"], **settings}}})
 
 
-def _arguments(trial: Trial) -> Iterator[Guess]:
+def _arguments(trial: Trial) -> list[Guess]:
     """(argument, shift) of arguments with a number for each row."""
     call, n = trial.call, len(trial.mine(trial.roles()[0]))
     named = [*enumerate(call.args), *call.kwargs.items(), *call.inputs.items()]
     found = [k for k, t in named if hasattr(t, "shape") and tuple(t.shape) in ((n,), (n, 1)) and n > 1]
-    yield from (Guess((k, by), choices=2.0 * len(found)) for k in found for by in (1, -1))
+    return among((k, by) for k in found for by in (1, -1))
 
 
-@cause(ADDRESS, *OPERATORS, text="with argument {0} of the row {1} before", values=_arguments, whole=True)
-def argument_of_another_row(trial: Trial, parameter: tuple[int | str, int]) -> Call:
+def _argument(trial: Trial, parameter: tuple[int | str, int]) -> Call:
     which, by = parameter
     call = trial.call
     return replace(call, args=tuple(t.roll(by, 0) if k == which else t for k, t in enumerate(call.args)),
                    kwargs={k: t.roll(by, 0) if k == which else t for k, t in call.kwargs.items()},
                    inputs={k: t.roll(by, 0) if k == which else t for k, t in call.inputs.items()})  # fmt: skip
+
+
+CAUSES = (
+    CauseRow("parameter_left_out", SETTING, SAMPLER, "without its {0}", _left_out,
+             lambda t: [name for name in _asked_for(t) if name != "seed"], whole=True),
+    CauseRow("parameter_of_another_row", ADDRESS, SAMPLER, "with the {0} of the row {1} before", _of_another_row,
+             _neighbours, whole=True),
+    CauseRow("argument_of_another_row", ADDRESS, OPERATORS, "with argument {0} of the row {1} before", _argument,
+             _arguments, whole=True),
+)  # fmt: skip

@@ -40,7 +40,7 @@ from vllm_accprobe.opcheck.causes.api import (
     FACTOR,
     PRECISION,
     SETTING,
-    Counterfactual,
+    CauseRow,
     Guess,
     Trial,
     outputs_of,
@@ -104,7 +104,7 @@ class Proof:
 class ProvedCause:
     """A cause that holds. what: with its parameter in ``guess``; proof: of the trials together."""
 
-    what: Counterfactual
+    what: CauseRow
     guess: Guess
     proof: Proof
 
@@ -280,7 +280,7 @@ def _by_factors(plain: OutputRows, found: OutputRows, variance: Any) -> Proof | 
 
 
 def search(
-    trials: Sequence[Trial], causes: Iterable[Counterfactual], ends: Deadline | None = None,
+    trials: Sequence[Trial], causes: Iterable[CauseRow], ends: Deadline | None = None,
     first: Sequence[ProvedCause] = (), failures: Failures | None = None,
 ) -> Explanation | None:  # fmt: skip
     """The simplest cause that holds in all ``trials``, the worst of which stands first; None where there is none, or
@@ -345,7 +345,7 @@ class Screen:
         self._roles = [role for role, v in worst.verdicts.items() if not v.passed]
         self._used = self.trial is not worst.trial
 
-    def lets(self, one: Counterfactual, guess: Guess) -> bool:
+    def lets(self, one: CauseRow, guess: Guess) -> bool:
         """Whether an edit explains these rows, nearly; True where that cannot be seen in a few rows."""
         if not self._used or one.whole:
             return True
@@ -370,7 +370,7 @@ class Failures:
         self._count: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
-    def add(self, one: Counterfactual, error: Exception, tap: str) -> None:
+    def add(self, one: CauseRow, error: Exception, tap: str) -> None:
         name = f"{one.change.__module__}.{one.name}"
         self._count[name] += 1
         said = " ".join(str(error).split())[:120]
@@ -382,7 +382,7 @@ class Failures:
         return [text + many.get(name, "") for name, text in self._first.items()]
 
 
-def _guesses(one: Counterfactual, trial: Trial, ends: Deadline, failures: Failures) -> Iterator[Guess]:
+def _guesses(one: CauseRow, trial: Trial, ends: Deadline, failures: Failures) -> Iterator[Guess]:
     """The parameters of a cause; none where it does not apply."""
     seen: list[Any] = []
     try:
@@ -400,7 +400,7 @@ def _guesses(one: Counterfactual, trial: Trial, ends: Deadline, failures: Failur
 
 
 def _tried(
-    one: Counterfactual, guess: Guess, examined: Sequence[Examined], failures: Failures
+    one: CauseRow, guess: Guess, examined: Sequence[Examined], failures: Failures
 ) -> ProvedCause | None:  # fmt: skip
     total = Proof()
     for x in examined:

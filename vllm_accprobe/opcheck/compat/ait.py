@@ -48,7 +48,7 @@ class AitWords:
         return "kl" in self.metrics
 
     def job(self) -> dict[str, Any]:
-        """The fields of worker.Job that these words fill."""
+        """The fields of job.Job that these words fill."""
         table = str(self.table.resolve()) if self.table else ""
         return {"operations": self.operations, "op_csv": table, "within": "abs" in self.metrics}
 

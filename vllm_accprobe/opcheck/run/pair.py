@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from vllm_accprobe.opcheck.floors.pooled import Pooled, Pools
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.judged_row import merged
 from vllm_accprobe.opcheck.run.replay import Options, check_call
-from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 _GROUPS = 4096
 """At most: four bytes each, which a pipe must hold (64 KiB)."""
@@ -234,7 +234,8 @@ def _other(
             if threads > 1:
                 torch.set_num_threads(threads)
             with os.fdopen(writing, "w", encoding="utf-8") as channel:
-                done = [(k, [_told(side) for side in rows(k)]) for k, _ in queue.take()]
+                done = [(k, [([row.to_plain() for row in side.rows], [asdict(p) for p in side.pooled])
+                             for side in rows(k)]) for k, _ in queue.take()]  # fmt: skip
                 for item in done:  # at the end: until then nobody reads
                     channel.write(json.dumps(item) + "\n")
             code = 0
@@ -250,33 +251,11 @@ def _other(
                 for line in channel:
                     if line.endswith("\n"):
                         k, taps = json.loads(line)
-                        found[k] = [_heard(*tap) for tap in taps]
+                        found[k] = [ReplaySide([CheckResult.of_plain(r) for r in side], [Pooled(**p) for p in pooled])
+                                    for side, pooled in taps]  # fmt: skip
         finally:
             os.close(alive)
             os.waitpid(pid, 0)
         return found
 
     return wait
-
-
-_NAMES = tuple(name for name in COLUMNS if name != "measures")
-
-
-def _told(side: ReplaySide) -> list[list[object]]:
-    return [[_plain(row) for row in side.rows], [asdict(p) for p in side.pooled]]
-
-
-def _heard(rows: list[list[object]], pooled: list[dict[str, Any]]) -> ReplaySide:
-    return ReplaySide([_row(row) for row in rows], [Pooled(**p) for p in pooled])
-
-
-def _plain(row: CheckResult) -> list[object]:
-    return [getattr(row, name) for name in _NAMES]
-
-
-def _row(values: Sequence[object]) -> CheckResult:
-    return CheckResult(**dict(zip(_NAMES, map(_tuples, values), strict=True)))  # type: ignore[arg-type]
-
-
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

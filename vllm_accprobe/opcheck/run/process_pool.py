@@ -1,13 +1,13 @@
 """The processes that check taps, and a whole check with its csv.
 
 The problem: a kernel may crash and take its process with it, and torch takes seconds to import. The idea: a `Team` of
-worker processes (worker.py) that start together and take taps in the plan's order, each with one thread of torch; rows
+worker processes (`main`) that start together and take taps in the plan's order, each with one thread of torch; rows
 come out in that order, however many processes there are; a process that dies leaves a row for the call that killed it
-and is followed by another. `Alone` is the same without a process. Needs no torch itself.
+and is followed by another. Nothing is pickled. `Alone` is the same without a process. Needs no torch itself.
 
 A whole check may take hours, and end early: finished taps are appended to ``opcheck.csv.part``, which becomes
 opcheck.csv at the end. ``--resume`` keeps the finished taps of the part file and checks the others; what it must have
-been begun with stands in ``opcheck.json``. Not here: the checks (worker.py).
+been begun with stands in ``opcheck.json``. Not here: the checks (open_job.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
+from vllm_accprobe.opcheck.run.job import STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.result_row import ERROR, CheckResult, unchecked
 from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
-from vllm_accprobe.opcheck.run.worker import STORED, TOGETHER, Job, OpenJob, Tap
 from vllm_accprobe.whole_file import GrowingCsv, NoSpace, write_text
 
 _AT_ONCE = 8
@@ -37,9 +38,8 @@ _CRASHES = 20
 _REUSED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 """glibc's settings (mallopt(3)) of a worker: pieces of up to 32 MiB, its largest threshold, are used again instead of
 being returned and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
-Cells = list[Any]
-Told = tuple[Cells, CheckResult]
-"""A row as the csv has it, and without its measures."""
+Cells = list[str]
+"""A row as opcheck.csv has it."""
 
 
 class RunError(Exception):
@@ -50,13 +50,14 @@ class Alone:
     """No process of its own: this one checks."""
 
     def __init__(self, job: Job):
+        from vllm_accprobe.opcheck.run.open_job import OpenJob
+
         self.bench = OpenJob(job)
         self.taps, self.problems = self.bench.taps(), self.bench.problems
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[CheckResult]]:
         for tap in taps:
-            rows = self.bench.rows(tap, {}, lambda step, call: None)
-            yield [(cells(row), replace(row, measures=None)) for row in rows]
+            yield list(self.bench.rows(tap, {}, lambda step, call: None))
             self.problems += [p for p in self.bench.problems if p not in self.problems]
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class Team:
             if process is not None:
                 process.close()
 
-    def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
+    def check(self, taps: Sequence[Tap]) -> Iterator[list[CheckResult]]:
         """The rows of each tap, in their order; taps in work wait until those before them are done."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         ready: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -103,14 +104,14 @@ class Team:
                    for w in range(len(self._workers))]  # fmt: skip
         for t in threads:
             t.start()
-        held: dict[int, list[Cells]] = {}
+        done: dict[int, list[CheckResult]] = {}
         for k in range(len(taps)):
-            while k not in held:
+            while k not in done:
                 number, rows = ready.get()
                 if isinstance(rows, Exception):
                     raise rows
-                held[number] = rows
-            yield [(row, from_cells(row)) for row in held.pop(k)]
+                done[number] = rows
+            yield done.pop(k)
 
     def _work(self, w: int, taps: Sequence[Tap], waiting: Any, ready: Any) -> None:
         while True:
@@ -124,7 +125,7 @@ class Team:
                 ready.put((k, error))
                 return
 
-    def _tap(self, w: int, tap: Tap) -> list[Cells]:
+    def _tap(self, w: int, tap: Tap) -> list[CheckResult]:
         crashed: list[tuple[int | None, int, str]] = []
         alone = False
         while True:
@@ -156,8 +157,8 @@ def _shared(job: Job, worker: int) -> Job:
     return job.on(job.devices[worker % len(job.devices)]) if job.devices else job
 
 
-def _error_row(tap: Tap, why: str) -> Cells:
-    return cells(unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR))
+def _error_row(tap: Tap, why: str) -> CheckResult:
+    return unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR)
 
 
 class _WorkerProcess:
@@ -166,9 +167,8 @@ class _WorkerProcess:
     def __init__(self, job: Job):
         # one thread each: sums come out the same however many processes there are, and small products are no slower
         self.process = Child(
-            "vllm_accprobe.opcheck.run.worker", env={**_REUSED, **os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
+            __name__, env={**_REUSED, **os.environ, **ONE_THREAD}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self._in, self._out = _pipe(self.process.stdin), _pipe(self.process.stdout)
         self._say(job.to_json())
 
@@ -187,18 +187,18 @@ class _WorkerProcess:
 
     def check(
         self, tap: Tap, crashed: Sequence[tuple[int | None, int, str]], problems: list[str], alone: bool
-    ) -> tuple[list[Cells], tuple[int | None, int] | None, str | None]:
+    ) -> tuple[list[CheckResult], tuple[int | None, int] | None, str | None]:
         """(rows, the call that had begun, "" where the tap is done, a sentence where it failed, None where the process
         died)."""
         self._say({"tap": tap, "crashed": crashed, "alone": alone})
-        rows: list[Cells] = []
+        rows: list[CheckResult] = []
         at: tuple[int | None, int] | None = None
         while True:
             message = self.hear()
             if message is None:
                 return rows, at, None
             if "row" in message:
-                rows.append(message["row"])
+                rows.append(CheckResult.of_plain(message["row"]))
             elif "begin" in message:
                 at = message["begin"][0], message["begin"][1]
             elif "failed" in message:
@@ -214,6 +214,46 @@ class _WorkerProcess:
         for pipe in (self._in, self._out):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+def main() -> None:
+    """A worker: gets a job, then taps, one JSON object a line, and answers likewise; before each call it says which one
+    begins. Ends with its input."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the rows
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        if "row" not in message:  # rows go out with what is said next
+            channel.flush()
+
+    try:
+        job = Job.from_json(json.loads(sys.stdin.readline()))
+        if job.runs_here:  # a race takes two; before torch or numba search for them
+            for name in ONE_THREAD:
+                os.environ.pop(name, None)
+        from vllm_accprobe.opcheck.run.open_job import OpenJob
+
+        bench = OpenJob(job)
+        said = list(bench.problems)
+        say(taps=bench.taps(), problems=said)
+    except Exception as error:
+        kinds = {c.__name__ for c in type(error).__mro__}
+        known = kinds & {"DumpError", "OSError", "Unavailable"}
+        say(error=str(error) if known else f"{type(error).__name__}: {error}")
+        return
+
+    for line in sys.stdin:
+        task = json.loads(line)
+        crashed = {(step, call): why for step, call, why in task["crashed"]}
+        rank, tap, cls = task["tap"]
+        try:
+            for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
+                say(row=row.to_plain())
+            say(end=True, problems=[p for p in bench.problems if p not in said])
+            said = bench.problems
+        except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
+            say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -259,8 +299,8 @@ def run(
         for _ in old:
             done()
         for rows in team.check(taps[len(old) :]):
-            file.add(cells for cells, _ in rows)
-            found.rows += (row for _, row in rows)
+            file.add(map(cells, rows))
+            found.rows += (replace(row, measures=None, left=()) for row in rows)
             done()
         file.finish()
     if file.lost is not None:

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from vllm_accprobe.standards.measures import Measures
@@ -91,8 +92,25 @@ class CheckResult:
         """``rank.step.seq``, "" for a parameter."""
         return id_of(self.rank, self.step, self.seq) if self.step is not None else ""
 
+    def to_plain(self) -> list[Any]:
+        """As JSON has it, from one of our processes to another."""
+        measures = None if self.measures is None else [getattr(self.measures, name) for name in Measures.FIELDS]
+        return [measures, *_rest(self)]
+
+    @classmethod
+    def of_plain(cls, plain: list[Any]) -> CheckResult:
+        measures, *rest = plain
+        found = dict(zip(_REST, map(_tuples, rest), strict=True))
+        return cls(**found, measures=None if measures is None else Measures(*measures))
+
 
 COLUMNS = tuple(f.name for f in fields(CheckResult))
+_REST = tuple(name for name in COLUMNS if name != "measures")
+_rest = attrgetter(*_REST)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def id_of(rank: int, step: int | None, seq: int) -> str:
