@@ -74,6 +74,8 @@ _NEVER: RowForm = ("never",)
 """Of a site that must be decided anew for each tensor: no step has such rows."""
 _VIEWS = 4096
 """Sizes of tensors that are remembered."""
+_PENDING = 64
+"""Lines that are queued together, at most."""
 _STRIDED = torch.strided
 
 
@@ -245,6 +247,7 @@ class Sink:
         # Compiling takes seconds the first time on a machine: now, not in somebody's request. Not earlier, at import:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()
+        self._pending = self.writer.pending
         self.seen: dict[str, StatsCell] = {}
         self.lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
         self._rowmaps = RowMaps()
@@ -292,6 +295,10 @@ class Sink:
         self.arrived((), lambda _: self._forget_step())
         self.line(STEP.to_line(step))
 
+    def end_step(self) -> None:
+        """Nothing more of this step comes."""
+        self.arrived((), lambda _: self.writer.release())
+
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
         tensors, finish = self._rowmaps.of(step, space)
@@ -331,7 +338,9 @@ class Sink:
             cell = StatsCell(None, digest, site.dtype_name)
             kept = line and (self.keep or step is None)
             if not kept:
-                for at, nbytes in site.pieces:
+                (at, nbytes), *others = site.pieces
+                cell.sums = moments_at(address + at, nbytes, site.dtype_name)
+                for at, nbytes in others:
                     cell.add(moments_at(address + at, nbytes, site.dtype_name))
             if line:
                 self.seen[key] = cell
@@ -340,7 +349,10 @@ class Sink:
         if kept:
             self.writer.tensor((site.template, step, call, seq, cell), address)
         elif line:
-            self.writer.line((site.template, step, call, seq, cell))
+            pending = self._pending
+            pending.append((site.template, step, call, seq, cell))
+            if len(pending) >= _PENDING:
+                self.writer.release()
         if ticket is not None:
             ticket.resolve(cell)
         self.tensors += line
@@ -488,7 +500,9 @@ class Session:
 
     def end(self) -> None:
         """The step is over: taps let everything pass until the next one begins."""
-        self.state = None
+        if self.state is not None:
+            self.state = None
+            self.sink.end_step()
 
     def computed_by(self, graph: StepGraph) -> None:
         """A captured graph computes the step that runs."""

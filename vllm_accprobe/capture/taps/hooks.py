@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_accprobe.capture.core.attribute_override import override
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState, Ticket
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, Ticket
 from vllm_accprobe.config import ProbeConfig, words_choose
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
@@ -161,21 +161,24 @@ class Inputs:
     """Names what goes into calls of one callable, whose positional arguments are called ``arguments``; ``spread`` is
     the prefix of what ``*args`` swallows."""
 
-    __slots__ = ("_named", "_positional", "_spread")
+    __slots__ = ("_named", "_named_so", "_positional", "_spread")
 
     def __init__(self, arguments: list[str], spread: str):
         self._positional = ["input." + name for name in arguments]
+        self._named_so = len(arguments)
         self._spread = f"input.{spread}"
         self._named: dict[str, str] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """All tensors that go into a call, with their roles."""
         found: list[tuple[str, torch.Tensor]] = []
-        for position, value in enumerate(args):
+        while len(self._positional) < len(args):
+            self._positional.append(f"{self._spread}{len(self._positional) - self._named_so}")
+        for role, value in zip(self._positional, args, strict=False):
             if isinstance(value, _Tensor):
-                found.append((self._role(position), value))
+                found.append((role, value))
             elif type(value) not in _PLAIN:
-                found += flatten(self._role(position), value, nested=True)
+                found += flatten(role, value, nested=True)
         for name, value in kwargs.items():
             if type(value) not in _PLAIN:
                 role = self._named.get(name)
@@ -186,11 +189,6 @@ class Inputs:
                 else:
                     found += flatten(role, value, nested=True)
         return found
-
-    def _role(self, position: int) -> str:
-        if position >= len(self._positional):
-            return f"{self._spread}{position - len(self._positional)}"
-        return self._positional[position]
 
 
 def outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
@@ -319,6 +317,7 @@ def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable
     """``original`` with inputs taken before and outputs after, in armed steps; otherwise one attribute and a branch.
     While torch.compile traces the call, nothing is taken."""
     is_compiling = torch.compiler.is_compiling
+    first, shared, cls, all_checks = tap.names[0], len(tap.names) > 1, tap.cls, tap.checks
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # first, so that nothing of ours becomes a guard of the compiled graph
@@ -326,75 +325,54 @@ def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable
         state = session.state
         if state is None:
             return original(*args, **kwargs)
+        changeable: list[tuple[str, torch.Tensor, Ticket]] = []
         try:
             state.taking += 1
-            call = _enter(session, state, tap, args, kwargs)
+            name = innermost(tap.names, state.stack) if shared else first
+            part, before = tap.parts[name], state.inside
+            number = state.calls.get(name, 0)
+            state.calls[name] = number + 1
+            if tap.is_root:
+                state.inside = LANGUAGE
+            elif part == HEAD:
+                state.inside = HEAD
+            if state.inside == HEAD:
+                part = HEAD
+            state.stack.append(name)
+            chosen, checks, sites, take = name in tap.chosen, all_checks[state.prefill], tap.sites[name], session.take
+            if chosen:
+                session.fired.add(name)
+                if session.takes_inputs:
+                    for role, tensor in tap.inputs(args, kwargs):
+                        if checks.get(role, 0) >= _CHECKS:
+                            take(state, sites, name, cls, role, number, tensor, part)
+                        else:
+                            changeable.append((role, tensor, Ticket()))
+                            take(state, sites, name, cls, role, number, tensor, part, changeable[-1][2])
             state.taking -= 1
         except Exception as error:
-            session.fail(tap.names[0], error)
+            session.fail(first, error)
             return original(*args, **kwargs)
         result = original(*args, **kwargs)
         try:
             state.taking += 1
-            _leave(session, state, tap, call, result)
+            if state.stack and state.stack[-1] == name:
+                state.stack.pop()
+            state.inside = before
+            if chosen and session.state is state:
+                if session.takes_outputs:
+                    for role, tensor in outputs(result):
+                        take(state, sites, name, cls, role, number, tensor, part)
+                for role, tensor, ticket in changeable:
+                    after, changed = "inplace." + role.partition(".")[2], _verdict(checks, role)
+                    take(state, sites, name, cls, after, number, tensor, part, None, ticket, changed)
             state.taking -= 1
         except Exception as error:
-            session.fail(tap.names[0], error)
+            session.fail(first, error)
         return result
 
     forward.__accprobe__ = tap  # type: ignore[attr-defined]
     return forward
-
-
-_Taken = list[tuple[str, torch.Tensor, Ticket]]
-_Call = tuple[str, int, str, "str | None", "_Taken | None"]
-"""Name, number and part of the running call, the part that was running before, inputs that are to be checked."""
-
-
-def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
-    name = tap.names[0] if len(tap.names) == 1 else tap.name(state.stack)
-    part = tap.parts[name]
-    number = state.calls.get(name, 0)
-    state.calls[name] = number + 1
-    before = state.inside
-    if tap.is_root:
-        state.inside = LANGUAGE
-    elif part == HEAD:
-        state.inside = HEAD
-    if state.inside == HEAD:
-        part = HEAD
-    state.stack.append(name)
-    taken: _Taken | None = None
-    if name in tap.chosen:
-        session.fired.add(name)
-        if session.takes_inputs:
-            checks, sites, cls, take = tap.checks[state.prefill], tap.sites[name], tap.cls, session.take
-            for role, tensor in tap.inputs(args, kwargs):
-                if checks.get(role, 0) >= _CHECKS:
-                    take(state, sites, name, cls, role, number, tensor, part)
-                    continue
-                ticket = Ticket()
-                taken = taken or []
-                taken.append((role, tensor, ticket))
-                take(state, sites, name, cls, role, number, tensor, part, ticket)
-    return name, number, part, before, taken
-
-
-def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: Any) -> None:
-    name, number, part, before, taken = call
-    if state.stack and state.stack[-1] == name:
-        state.stack.pop()
-    state.inside = before
-    if name not in tap.chosen or session.state is not state:
-        return
-    sites, cls, take = tap.sites[name], tap.cls, session.take
-    if session.takes_outputs:
-        for role, tensor in outputs(result):
-            take(state, sites, name, cls, role, number, tensor, part)
-    for role, tensor, ticket in taken or ():
-        after = "inplace." + role.partition(".")[2]
-        changed = _verdict(tap.checks[state.prefill], role)
-        take(state, sites, name, cls, after, number, tensor, part, None, ticket, changed)
 
 
 def _verdict(checks: dict[str, int], role: str) -> Callable[[bool], None]:
