@@ -24,7 +24,7 @@ import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
-from vllm_accprobe.capture.taps.hooks import Tap, outputs
+from vllm_accprobe.capture.taps.hooks import Tap, innermost, outputs
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
 
@@ -521,7 +521,7 @@ class TapWatch:
         self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, int, int, str | None, dict[str, torch.Tensor] | None]:
         tap = self.tap
-        name = tap.names[0] if len(tap.names) == 1 else tap.name(step.stack)
+        name = innermost(tap.names, step.stack)
         number = step.calls.get(name, 0)
         step.calls[name] = number + 1
         before = step.inside

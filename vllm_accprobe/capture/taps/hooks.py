@@ -181,13 +181,13 @@ class Inputs:
                 found += flatten(role, value, nested=True)
         for name, value in kwargs.items():
             if type(value) not in _PLAIN:
-                role = self._named.get(name)
-                if role is None:
-                    role = self._named[name] = "input." + name
+                named = self._named.get(name)
+                if named is None:
+                    named = self._named[name] = "input." + name
                 if isinstance(value, _Tensor):
-                    found.append((role, value))
+                    found.append((named, value))
                 else:
-                    found += flatten(role, value, nested=True)
+                    found += flatten(named, value, nested=True)
         return found
 
 
@@ -297,10 +297,6 @@ class Tap:
         self.checks: tuple[dict[str, int], dict[str, int]] = ({}, {})
         """By kind of step (prefill: 1) and role: calls after which an input was found unchanged."""
         self.sites: dict[str, Sites] = {name: {} for name in names}
-
-    def name(self, stack: list[str]) -> str:
-        """The tap's path; of a shared instance the one that lies in the innermost running module."""
-        return innermost(self.names, stack)
 
 
 def innermost(names: Sequence[str], running: Sequence[str]) -> str:
