@@ -37,7 +37,7 @@ def said(made: Schedule, metadata: Any, **how: Any) -> list[WrongNumber]:
     held = list(made.requests.values())
     found, missing = metadata_checks(made, 0, held, metadata, None, **how)
     assert missing == []
-    return [wrong for look in found for wrong in look.compare([one.numpy() for one in look.tensors])]
+    return [wrong for look in found for wrong in look.compare(look.tensor.numpy())]
 
 
 def test_right_metadata_say_nothing() -> None:

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,24 @@ from vllm_accprobe.capture.errcheck.watch import BAD, GOOD, UNCHECKED, Alarm, Wa
 from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.files import numbered_siblings
-from vllm_accprobe.dump.findings import BAD_BAD, GOOD_BAD, MOST_ROWS, PARAMETER, UNSURE, FirstBad, RankReport, write
+from vllm_accprobe.dump.findings import (
+    BAD_BAD,
+    GOOD_BAD,
+    MOST_ROWS,
+    PARAMETER,
+    UNSURE,
+    FirstBad,
+    RankReport,
+    sentence,
+    write,
+)
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import template_of
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 from vllm_accprobe.dump.stats import StatsCell
 
+EXIT = "exit"
+SUBDIR = "errcheck"
 _PLACES = 100
 """Taps whose later alarms are counted apart."""
 _REPORT_S = 10.0
@@ -43,14 +55,17 @@ _REPORT_S = 10.0
 
 class RankFindings:
     """The findings of one rank. ``parameters``: sentences on bad ones, by tap; ``taps``: how many are watched;
-    ``steps``: how many were seen; ``first``: the alarm that counts. parallel: the rank's place among the others."""
+    ``steps``: how many were seen; ``first``: the alarm that counts; ``exits``: it ends the process. root:
+    the dump's, in which the report has a folder of its own where there is a capture; parallel: the rank's place among
+    the others."""
 
-    def __init__(self, root: Path, kinds: tuple[str, ...], parallel: Mapping[str, Any]) -> None:
-        self.root = root
+    def __init__(self, root: Path, config: ProbeConfig, parallel: Mapping[str, Any]) -> None:
+        self.root = root / SUBDIR if config.enabled else root
+        self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
+        self.exits = EXIT in config.errcheck
         self.first: FirstBad | None = None
         self.parameters: dict[str, list[str]] = {}
         self.taps = self.steps = 0
-        self._kinds = kinds
         self._parallel = parallel
         self._later = 0
         self._places: Counter[str] = Counter()
@@ -59,6 +74,7 @@ class RankFindings:
 
     def settle(self) -> None:
         """A second engine of one process writes next to the first one's."""
+        self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for place in numbered_siblings(self.root):
             if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,6 +92,15 @@ class RankFindings:
             self._places[tap] += 1
         return not first.dtype and kept and tap == first.tap
 
+    def tell(self, found: FirstBad, tensors: str, ends: str, where: str = "") -> str:
+        """The alarm counts: it is written, and said in one line. tensors: where they are; ends: what follows. Its
+        sentence."""
+        self.first = replace(found, tensors=tensors)
+        self.write("watching")
+        said = sentence(self.first)
+        say(f"errcheck: {said}{where}; tensors {tensors}; {ends}")
+        return said
+
     def old(self) -> bool:
         """Whether the report is so old that a killed rank would not have left how far it came."""
         return time.monotonic() - self._written > _REPORT_S
@@ -90,7 +115,7 @@ class RankFindings:
             dp=self._parallel["dp"][0] if self._parallel["dp"][1] > 1 else 0,
             state=state,
             why=why,
-            kinds=self._kinds,
+            kinds=self.kinds,
             taps=self.taps,
             steps=self.steps,
             later=self._later,

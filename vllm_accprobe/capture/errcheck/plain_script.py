@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,11 +32,9 @@ from vllm_accprobe.capture.core.rows import Requests, Space
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.errcheck.findings import RankFindings, finding, keep
 from vllm_accprobe.capture.errcheck.watch import Alarm, Input, TapWatch, Watch, WatchedStep, parameters
-from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
 from vllm_accprobe.capture.padded_batch import Rectangle
 from vllm_accprobe.capture.taps.hooks import Tap, attributes
 from vllm_accprobe.config import ConfigError, ProbeConfig
-from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 _KNOWN = 64
@@ -49,7 +48,7 @@ class WatchedModel:
     that its watch broke."""
 
     def __init__(
-        self, config: ProbeConfig, kinds: tuple[str, ...], root: torch.nn.Module, prefix: str,
+        self, config: ProbeConfig, root: torch.nn.Module, prefix: str,
         found: Callable[[WatchedModel, Alarm], None],
     ):  # fmt: skip
         self.prefix, self._config = prefix, config
@@ -57,7 +56,7 @@ class WatchedModel:
         self._root = weakref.ref(root)
         devices = {t.device for t in root.parameters()} | {t.device for t in root.buffers()}
         device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")  # of several: read at once
-        self.watch = Watch(kinds, lambda alarm: found(self, alarm), say, device)
+        self.watch = Watch(config.errcheck, lambda alarm: found(self, alarm), say, device)
         self.taps: dict[int, tuple[weakref.ref[torch.nn.Module], TapWatch]] = {}
         self._number = -1
         self._learned_at = -1
@@ -66,7 +65,6 @@ class WatchedModel:
         self._rectangle = Rectangle(config, self._requests, root)
         self._named: list[str] = []
         self._arguments = list(inspect.signature(root.forward).parameters)
-        self._paused = Paused()
         self._learn()
 
     def _learn(self) -> None:
@@ -124,29 +122,14 @@ class WatchedModel:
         step = watch.now
         if step is None:
             return original(module, *args, **kwargs)
-        entered = place = None
+        place = None
         try:
             place = self._place(module)
-            if place is not None:
-                if active_modes():
-                    with self._paused:
-                        entered = place.enter(step, args, kwargs)
-                else:
-                    entered = place.enter(step, args, kwargs)
         except Exception as error:
             watch.fail(type(module).__name__, error)
-        result = original(module, *args, **kwargs)
-        if entered is None or place is None:
-            return result
-        try:
-            if active_modes():
-                with self._paused:
-                    place.leave(step, entered, args, kwargs, result)
-            else:
-                place.leave(step, entered, args, kwargs, result)
-        except Exception as error:
-            watch.fail(type(module).__name__, error)
-        return result
+        if place is None:
+            return original(module, *args, **kwargs)
+        return place.call(step, MethodType(original, module), args, kwargs)
 
     def _place(self, module: torch.nn.Module) -> TapWatch | None:
         found = self.taps.get(id(module))
@@ -158,9 +141,6 @@ class WatchedModel:
         self._learn()
         found = self.taps.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
-
-    def end(self) -> None:
-        self.watch.end()
 
     def finding_of(self, alarm: Alarm, findings: RankFindings) -> tuple[Any, str]:
         """What is known of an alarm, and where its tensors are; None where only padding is bad."""
@@ -208,9 +188,7 @@ class WatchedModel:
 
     def close(self) -> None:
         try:
-            self.watch.end()
-            if self.watch.dead is None:
-                self.watch.poll(wait=True)
+            self.watch.close()
         except Exception as error:
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 
@@ -219,8 +197,6 @@ def _flat(item: Input, rows: Rectangle) -> Input:
     return item if item.tensor is None else replace(item, tensor=rows.flatten(item.tensor))
 
 
-EXIT = "exit"
-SUBDIR = "errcheck"
 _WORKERS = ("vllm.v1.worker.worker_base", "vllm.worker.worker_base")
 _now: ScriptWatch | None = None
 
@@ -252,8 +228,6 @@ class ScriptWatch:
     def __init__(self, config: ProbeConfig):
         self.pid = os.getpid()
         self.config = config
-        self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
-        self.exits = EXIT in config.errcheck
         self.findings: RankFindings | None = None
         self.models: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModel] = weakref.WeakKeyDictionary()
         self._thread = threading.local()
@@ -299,7 +273,7 @@ class ScriptWatch:
                 if isinstance(module, torch.jit.ScriptModule):
                     return None
                 prefix = self._prefix(module) if self.models or self.findings else ""
-                found = WatchedModel(self.config, self.kinds, module, prefix, self.alarm)
+                found = WatchedModel(self.config, module, prefix, self.alarm)
                 self.models[module] = found
                 self._report(found)
             return None if found.watch.dead is not None or found.watch.now is not None else found
@@ -315,9 +289,7 @@ class ScriptWatch:
     def _report(self, model: WatchedModel) -> None:
         if self.findings is None:
             rank, world = process_rank()
-            root = self._root / SUBDIR if self.config.enabled else self._root
-            self.findings = RankFindings(root, self.kinds, {**unsplit(world), "rank": rank})
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.findings = RankFindings(self._root, self.config, {**unsplit(world), "rank": rank})
             self.findings.settle()
         self.findings.taps += len(model.taps)
         for text, tap in model.bad_parameters():
@@ -337,7 +309,7 @@ class ScriptWatch:
             return model.call(original, module, args, kwargs)
         finally:
             self._thread.model = None
-            model.end()
+            model.watch.end()
             if model.watch.dead is not None and not model.reported:
                 model.reported = True
                 findings.write("off", model.watch.dead)
@@ -356,12 +328,9 @@ class ScriptWatch:
         found, kept = model.finding_of(alarm, findings)
         if found is None:
             return
-        findings.first = first = replace(found, tensors=kept)
-        findings.write("watching")
-        ends = "the script is stopped" if self.exits else "the script goes on"
-        say(f"errcheck: {sentence(first)}; tensors {kept}; {ends}")
-        if self.exits:
-            self.stopping = ScriptExit(f"accprobe errcheck stops this script: {sentence(first)}")
+        said = findings.tell(found, kept, "the script is stopped" if findings.exits else "the script goes on")
+        if findings.exits:
+            self.stopping = ScriptExit(f"accprobe errcheck stops this script: {said}")
 
     def close(self) -> None:
         """Reads what is still on its way, and writes the last report. Never raises."""

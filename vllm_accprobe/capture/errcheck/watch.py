@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, NOTHING
 from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
 from vllm_accprobe.capture.taps.hooks import Tap, innermost, outputs
 from vllm_accprobe.config import ProbeConfig
@@ -355,6 +355,12 @@ class Watch:
             finally:
                 self._slots.give_back(first.hosts)
 
+    def close(self) -> None:
+        """Reads what is still on its way."""
+        self.end()
+        if self.dead is None:
+            self.poll(wait=True)
+
     def fail(self, where: str, error: BaseException) -> None:
         """Ends the watch because it is itself broken. Never raises."""
         self.now = None
@@ -461,6 +467,8 @@ class Watch:
             self.raise_alarm(pending.step, first)
 
 
+_Entered = tuple[str, int, int, "str | None", "dict[str, torch.Tensor] | None"]
+"""Of a call while it runs: name, number, the step's order, the part that ran before, copies of its inputs."""
 _LEARNING = 2
 """Calls after which it is believed to be known which inputs a module changes in place."""
 
@@ -473,33 +481,10 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
         tap.inputs = known.inputs
     owner = getattr(original, "__self__", None)
     place = TapWatch(watch, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
-    paused = Paused()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(*args, **kwargs)
-        step = watch.now
-        if step is None:
-            return original(*args, **kwargs)
-        try:
-            if active_modes():
-                with paused:
-                    entered = place.enter(step, args, kwargs)
-            else:
-                entered = place.enter(step, args, kwargs)
-        except Exception as error:
-            watch.fail(tap.names[0], error)
-            return original(*args, **kwargs)
-        result = original(*args, **kwargs)
-        try:
-            if active_modes():
-                with paused:
-                    place.leave(step, entered, args, kwargs, result)
-            else:
-                place.leave(step, entered, args, kwargs, result)
-        except Exception as error:
-            watch.fail(tap.names[0], error)
-        return result
+        step = None if is_compiling() else watch.now
+        return original(*args, **kwargs) if step is None else place.call(step, original, args, kwargs)
 
     return forward
 
@@ -509,17 +494,34 @@ class TapWatch:
 
     leaf: the module has no children; others change nothing that a child does not change before them."""
 
-    __slots__ = ("calls", "inplace", "tap", "watch")
+    __slots__ = ("calls", "inplace", "paused", "tap", "watch")
 
     def __init__(self, watch: Watch, tap: Tap, leaf: bool):
         self.watch = watch
         self.tap = tap
+        self.paused = Paused()
         self.calls = 0 if leaf else _LEARNING
         self.inplace: frozenset[str] = frozenset()
 
-    def enter(
-        self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, int, int, str | None, dict[str, torch.Tensor] | None]:
+    def call(
+        self, step: WatchedStep, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``original(*args, **kwargs)``, its outputs checked. A failure of the check ends the watch alone."""
+        try:
+            with self.paused if active_modes() else NOTHING:
+                entered = self._enter(step, args, kwargs)
+        except Exception as error:
+            self.watch.fail(self.tap.names[0], error)
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        try:
+            with self.paused if active_modes() else NOTHING:
+                self._leave(step, entered, args, kwargs, result)
+        except Exception as error:
+            self.watch.fail(self.tap.names[0], error)
+        return result
+
+    def _enter(self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entered:
         tap = self.tap
         name = innermost(tap.names, step.stack)
         number = step.calls.get(name, 0)
@@ -537,13 +539,8 @@ class TapWatch:
             copies = {role: tensor.clone() for role, tensor in found if role in self.inplace}
         return name, number, step.order, before, copies
 
-    def leave(
-        self,
-        step: WatchedStep,
-        entered: tuple[str, int, int, str | None, dict[str, torch.Tensor] | None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
+    def _leave(
+        self, step: WatchedStep, entered: _Entered, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         name, number, begun, before, copies = entered
         tap, watch = self.tap, self.watch

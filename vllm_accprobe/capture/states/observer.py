@@ -480,7 +480,7 @@ class StatesObserver(StepObserver):
         if self.dead is not None:
             skipped[self.dead] += 1
         for _, what in ledger.strange_metadata:
-            skipped[f"metadata that were never right, and mean something else here ({what.strip('_').lower()})"] += 1
+            skipped[f"metadata that were never right, and mean something else here ({what})"] += 1
         if self.mode == OWNERS and self._capture() is None:
             return
         totals = StateTotals(
