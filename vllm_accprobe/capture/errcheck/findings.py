@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.errcheck.watch import BAD, GOOD, UNCHECKED, Alarm, Watch
-from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.findings import (
@@ -136,19 +134,8 @@ FindSpace = Callable[[str, int], "Space | None"]
 MAX_GB = 1.0
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """A parameter of a module without its values. sample: see taps/params.py."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sample: str
-
-
-def fingerprint(name: str, tensor: torch.Tensor) -> Fingerprint:
-    """The fingerprint of a plain tensor as it is now."""
-    return Fingerprint(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), sample_hash(tensor))
+Fingerprint = tuple[str, str, tuple[int, ...], str]
+"""Of a parameter, without its values: name, dtype, shape, and the hash of a sample (taps/params.py)."""
 
 
 def finding(
@@ -285,10 +272,10 @@ def keep(
         if tap in watch.modules:
             session.module(watch.modules[tap])
     path = "" if alarm.tap == ROOT_TAP else alarm.tap
-    for p in params:
-        layout = layouts.param_event(path, p.name, p.shape)
-        head = TensorHead(alarm.tap, alarm.cls, f"param.{p.name}", layout=layout, sample=p.sample, once=True)
-        sink.line((template_of(head, p.dtype, p.shape, 0), None, 0, 0, StatsCell()))
+    for name, dtype, shape, sample in params:
+        layout = layouts.param_event(path, name, shape)
+        head = TensorHead(alarm.tap, alarm.cls, f"param.{name}", layout=layout, sample=sample, once=True)
+        sink.line((template_of(head, dtype, shape, 0), None, 0, 0, StatsCell()))
     for item in alarm.inputs:
         if item.tensor is None:
             sink.skip(alarm.tap, "changed in place before it could be kept", item.role)

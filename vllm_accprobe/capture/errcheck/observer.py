@@ -21,10 +21,10 @@ from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import root_of
 from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION
-from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, fingerprint, keep
+from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, keep
 from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, parameters, watched
 from vllm_accprobe.capture.taps.hooks import Taps
-from vllm_accprobe.capture.taps.params import own_tensors
+from vllm_accprobe.capture.taps.params import own_tensors, sample_hash
 from vllm_accprobe.capture.vllm.batch import ChosenRows, distributes_encoder
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import (
@@ -80,7 +80,7 @@ class ErrcheckObserver(StepObserver):
         if path in self._loaded:
             return
         self._loaded[path] = [
-            fingerprint(name, tensor)
+            (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), sample_hash(tensor))
             for name, tensor in own_tensors(module)
             if tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
         ]

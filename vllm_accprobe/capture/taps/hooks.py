@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import PurePath
 from types import CodeType
 from typing import Any, Protocol
@@ -300,11 +301,11 @@ class Tap:
 
 
 def innermost(names: Sequence[str], running: Sequence[str]) -> str:
-    """Of a module's several ``names`` the one that lies in the innermost module that runs."""
+    """Of a module's several ``names`` the one that lies in the innermost module that runs, or is it."""
     if len(names) > 1:
         for path in reversed(running):
             for name in names:
-                if name.startswith(path + "."):
+                if name == path or name.startswith(path + "."):
                     return name
     return names[0]
 
@@ -402,7 +403,9 @@ class Taps:
     def __init__(self, owner: TapOwner, wrapper: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
         self._owner = owner
         self._wrapper = wrapper
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.remove = self._undo.close
+        """Takes all taps off the model, the last one first."""
         self._norms: dict[type, dict[int, tuple[_Passed, Callable[..., Any]]]] = {}
         self.taps: list[Tap] = []
 
@@ -446,11 +449,6 @@ class Taps:
             self._wrap_both_norms(norms, taken)
         self._norms = {}
 
-    def remove(self) -> None:
-        """Takes all taps off the model, the last one first."""
-        while self._undo:
-            self._undo.pop()()
-
     def narrow(self, words: tuple[str, ...] | None) -> frozenset[str] | None:
         """Of the tapped modules only those are taken from now on that ``words`` pick (see `picks`); None: all. What
         is taken, None for all."""
@@ -491,7 +489,7 @@ class Taps:
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
-        self._undo.append(override(module, "forward", self._wrapper(tap, original)))
+        self._undo.callback(override(module, "forward", self._wrapper(tap, original)))
         self.taps.append(tap)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
@@ -512,7 +510,7 @@ class Taps:
             self._owner.skip(taps[0], "its quantisation method cannot be wrapped")
             return
         self.taps.append(tap)
-        self._undo.append(lambda: method.__dict__.pop("apply", None))
+        self._undo.callback(lambda: method.__dict__.pop("apply", None))
 
 
     def _wrap_both_norms(self, norms: type, taken: Mapping[int, tuple[_Passed, Callable[..., Any]]]) -> None:
@@ -543,7 +541,7 @@ class Taps:
             if norms.__dict__.get(_BOTH_NORMS) is wrapped:
                 setattr(norms, _BOTH_NORMS, before)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
 
 _BOTH_NORMS = "forward_qkv"
