@@ -165,6 +165,19 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tensor.stride(), tensor.storage_offset()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is captured at all: of a dtype that a dump has, neither sparse, quantised, nor nested."""
+    return tensor.dtype in DTYPE_NAMES and tensor.layout is _STRIDED and not tensor.is_quantized
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 for one that has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return 0
+
+
 Sites = dict[str, Site]
 """By role: what is known of one tap's tensors."""
 
@@ -612,10 +625,10 @@ class Session:
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
             return None
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not _STRIDED:  # sparse, quantised, nested
+        if not is_plain(tensor):
             self.sink.skip(tap, "not a plain tensor", role)
             return None
+        dtype = DTYPE_NAMES[tensor.dtype]
         ranges: Ranges = None
         wanted = tuple(shape)
         if space is not None and not isinstance(part, Space) and not (space.whole and shape[dim] == space.src):

@@ -20,7 +20,7 @@ from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import root_of
 from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
-from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION, is_plain
 from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, keep
 from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, parameters, watched
 from vllm_accprobe.capture.taps.hooks import Taps
@@ -82,7 +82,7 @@ class ErrcheckObserver(StepObserver):
         self._loaded[path] = [
             (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), sample_hash(tensor))
             for name, tensor in own_tensors(module)
-            if tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
+            if is_plain(tensor)
         ]
         for name, bad in parameters(module):
             text = f"{path or ROOT_TAP}.{name}: {bad.nan:,} NaN, {bad.inf:,} Inf"

@@ -33,7 +33,7 @@ from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.errcheck.findings import RankFindings, finding, keep
 from vllm_accprobe.capture.errcheck.watch import Alarm, Input, TapWatch, Watch, WatchedStep, parameters
 from vllm_accprobe.capture.padded_batch import Rectangle
-from vllm_accprobe.capture.taps.hooks import Tap, attributes
+from vllm_accprobe.capture.taps.hooks import Tap, attributes, instances
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
@@ -71,16 +71,11 @@ class WatchedModel:
         """Learns the modules below the root; again where one is met that was not there."""
         root = self._root()
         assert root is not None
-        names: dict[int, list[str]] = {}
-        modules: dict[int, torch.nn.Module] = {}
-        for path, module in root.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(".".join(filter(None, (self.prefix, path))) or ROOT_TAP)
-            modules[id(module)] = module
-        for index, (key, module) in enumerate(modules.items()):
-            known = self.taps.get(key)
+        for index, (module, paths) in enumerate(instances(root)):
+            known = self.taps.get(id(module))
             if known is not None and known[0]() is module:
                 continue
-            taps, cls = names[key], type(module).__name__
+            taps, cls = [self._tap(path) for path in paths], type(module).__name__
             parts = {tap: HEAD if tap.rpartition(".")[2] == "lm_head" else LANGUAGE for tap in taps}
             forward = module.forward
             tap = Tap(taps, cls, forward, parts, frozenset(taps), False)
@@ -88,15 +83,18 @@ class WatchedModel:
             if isinstance(inner, Tap):  # a Probe's wrapper takes anything: the names are those of what is inside
                 tap.inputs = inner.inputs
             leaf = not any(True for _ in module.children())
-            self.taps[key] = weakref.ref(module), TapWatch(self.watch, tap, leaf)
+            self.taps[id(module)] = weakref.ref(module), TapWatch(self.watch, tap, leaf)
             for name in taps:
                 self.watch.module(Module(name, cls, index, attributes(module)))
+
+    def _tap(self, path: str) -> str:
+        return ".".join(filter(None, (self.prefix, path))) or ROOT_TAP
 
     def bad_parameters(self) -> list[tuple[str, str]]:
         """(sentence, tap) of each parameter that holds NaN or Inf."""
         root, found = self._root(), []
         for path, module in root.named_modules() if root is not None else ():
-            tap = ".".join(filter(None, (self.prefix, path))) or ROOT_TAP
+            tap = self._tap(path)
             found += [(f"{tap}.{n}: {bad.nan:,} NaN, {bad.inf:,} Inf", tap) for n, bad in parameters(module)]
         return found
 

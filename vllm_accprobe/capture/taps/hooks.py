@@ -238,6 +238,14 @@ def picks(words: Sequence[str], path: str, cls: str) -> bool:
     return words_choose(words, path or ROOT_TAP, path, cls)
 
 
+def instances(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:
+    """Each module of ``model`` once, with all its paths, "" for the root, in the model's order."""
+    found: dict[int, tuple[torch.nn.Module, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), (module, []))[1].append(path)
+    return list(found.values())
+
+
 _MOST_SOURCE = 300
 
 
@@ -415,14 +423,9 @@ class Taps:
         language_prefix: path of the language model inside a multi-modal one; what lies outside it, except the root,
         is the vision part. "" for a language model.
         """
-        names: dict[int, list[str]] = {}
-        modules: dict[int, torch.nn.Module] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(path)
-            modules[id(module)] = module
-        shared_parents = {name.rpartition(".")[0] for paths in names.values() if len(paths) > 1 for name in paths}
-        for index, (key, module) in enumerate(modules.items()):
-            paths = names[key]
+        found = instances(model)
+        shared_parents = {name.rpartition(".")[0] for _, paths in found if len(paths) > 1 for name in paths}
+        for index, (module, paths) in enumerate(found):
             cls = type(module).__name__
             chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._owner.config, path, cls))
             needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
@@ -444,7 +447,7 @@ class Taps:
                 self.taps.append(Tap(taps, cls, passed, parts, chosen, False))
                 owner = next((c for c in type(module).__mro__ if _BOTH_NORMS in c.__dict__), None)
                 if owner is not None:
-                    self._norms.setdefault(owner, {})[key] = passed, self._wrapper(self.taps[-1], passed)
+                    self._norms.setdefault(owner, {})[id(module)] = passed, self._wrapper(self.taps[-1], passed)
         for norms, taken in self._norms.items():
             self._wrap_both_norms(norms, taken)
         self._norms = {}

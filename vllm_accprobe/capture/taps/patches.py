@@ -24,7 +24,7 @@ import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState
 from vllm_accprobe.capture.labels import Labels, set_label
-from vllm_accprobe.capture.taps.hooks import Taps, chooses, innermost, outputs
+from vllm_accprobe.capture.taps.hooks import Taps, chooses, innermost, instances, outputs
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.patching.install import insertions, install, loaded, package_root, package_version, remove
 from vllm_accprobe.patching.schema import Patch, PatchError, TapSpec, Target, choose, in_range, numbers
@@ -50,9 +50,7 @@ class Patches:
         self._session = session
         self._say = say
         self._prefix = language_prefix
-        self._paths: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._paths.setdefault(id(module), []).append(path)
+        self._paths = {id(module): paths for module, paths in instances(model)}
         self._specs: dict[str, _Spec] = {}
         self._sites: dict[str, Sites] = {}
         self._unchosen: set[str] = set()
