@@ -6,12 +6,67 @@ load beside the torch that the tests run with.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace as Plain
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from vllm_accprobe.capture.vllm import capturing
+from vllm_accprobe.capture.vllm import runner as capture_runner
+from vllm_accprobe.capture.vllm.capturing import CaptureObserver
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.config import ProbeConfig
+
+PARALLEL = {"rank": 0, "world_size": 1, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
+
+
+def without_vllm(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Nothing of vLLM is needed for a dump's facts and for loading a model. modules: that write facts, besides."""
+    for module in (capturing, *modules):
+        monkeypatch.setattr(module, "run_info", lambda *_: {"tool": "accprobe", "engine": {"eager": False}})
+    monkeypatch.setattr(capture_runner, "before_packing", lambda *looks: contextlib.nullcontext())
+
+
+def captured(runner: Any, config: ProbeConfig) -> tuple[CaptureObserver, Any]:
+    """The capture around ``runner``, as a worker makes it, and the worker; the model is loaded."""
+    worker = Plain(model_runner=runner, execute_dummy_batch=lambda: runner._dummy_run())
+    adapter = RunnerAdapter(worker, runner, PARALLEL)
+    probe = CaptureObserver(config, adapter)
+    adapter.add(probe)
+    runner.load_model()
+    return probe, worker
+
+
+@dataclass
+class Output:
+    """SchedulerOutput, as far as capture reads it."""
+
+    scheduled_new_reqs: list[Any]
+    scheduled_cached_reqs: Any
+    num_scheduled_tokens: dict[str, int]
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished_req_ids: tuple[str, ...] = ()
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+def new(**requests: int) -> Output:
+    """Requests that begin, by name: how many tokens their prompts have, all in this step."""
+    named = [Plain(req_id=k, num_computed_tokens=0, prompt_token_ids=list(range(n)), mm_features=[])
+             for k, n in requests.items()]  # fmt: skip
+    return Output(named, Plain(req_ids=[], num_computed_tokens=[]), requests)
+
+
+def more(**computed: int) -> Output:
+    """Requests that go on with one token each, by name: how many are computed."""
+    cached = Plain(req_ids=list(computed), num_computed_tokens=list(computed.values()))
+    return Output([], cached, dict.fromkeys(computed, 1))
 
 
 class BufferPair:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as Plain
 from typing import Any
 
 import pytest
 import torch
-from test_runner_steps import PARALLEL, Output, Runner, new
+from fake_runners import PARALLEL, Output, more, new, without_vllm
+from test_runner_steps import Runner
 
-from vllm_accprobe.capture.teacher_forcing import ForcingObserver, first_of_replica
-from vllm_accprobe.capture.vllm import runner as room
+from vllm_accprobe.capture.core.attribute_override import wrap_method
+from vllm_accprobe.capture.core.rows import Scheduled
+from vllm_accprobe.capture.teacher_forcing import ForcingObserver, first_of_replica, replaced, tokens_of_rows
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.sampling import KEY
+from vllm_accprobe.capture.vllm.sampling import KEY, NamedTokens
 from vllm_accprobe.config import ProbeConfig
 
 
@@ -38,7 +40,7 @@ class Sampling(Runner):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "before_packing", lambda *looks: nullcontext())
+    without_vllm(monkeypatch)
 
 
 def forced(runner: Any, force: str = "1") -> ForcingObserver:
@@ -50,16 +52,14 @@ def forced(runner: Any, force: str = "1") -> ForcingObserver:
 
 
 def asks(name: str, prompt: int, scheduled: int, along: Any) -> Output:
-    out = new(name, prompt)
+    out = new(**{name: prompt})
     out.scheduled_new_reqs[0].sampling_params = Plain(extra_args={KEY: along})
-    out.num_scheduled_tokens[name] = out.total_num_scheduled_tokens = scheduled
+    out.num_scheduled_tokens[name] = scheduled
     return out
 
 
 def goes_on(finished: tuple[str, ...] = (), **computed: int) -> Output:
-    names = list(computed)
-    return Output([], Plain(req_ids=names, num_computed_tokens=list(computed.values())), dict.fromkeys(names, 1),
-                  len(names), finished_req_ids=finished)  # fmt: skip
+    return replace(more(**computed), finished_req_ids=finished)
 
 
 def test_chunks_then_named_tokens_then_its_own(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_others_in_the_batch_are_left_alone_and_a_name_is_free_again() -> None:
     forced(runner)
     runner.execute_model(asks("a", 2, 2, "70 71 72"))
     assert runner.sample_tokens() == [70]
-    runner.execute_model(new("b", 2))
+    runner.execute_model(new(b=2))
     assert runner.sample_tokens() == [1]
     runner.execute_model(goes_on(b=2, a=2))
     assert runner.sample_tokens() == [1, 71]
     runner.execute_model(goes_on(("a",), b=3))
-    runner.execute_model(new("a", 2))
+    runner.execute_model(new(a=2))
     assert runner.sample_tokens() == [1]
 
 
@@ -130,7 +130,7 @@ def test_speculation_is_refused_once_and_only_when_somebody_asks(caplog: Any) ->
     runner = Sampling()
     runner.vllm_config.speculative_config = object()
     forced(runner)
-    runner.execute_model(new("a", 2))
+    runner.execute_model(new(a=2))
     assert caplog.messages == []
     for name in ("b", "c"):
         runner.execute_model(asks(name, 2, 2, "70"))
@@ -155,3 +155,37 @@ def test_an_error_inside_ends_forcing_and_not_serving(monkeypatch: pytest.Monkey
 def test_each_replica_writes_its_steps_once() -> None:
     places = [{"rank": r, "world_size": 4, "dp": [r // 2, 2]} for r in range(4)]
     assert [first_of_replica(p) for p in places] == [True, False, True, False]
+
+
+def test_rows_get_the_token_that_follows_what_is_computed() -> None:
+    asked = {"a": NamedTokens(10, (50, 51, 52), 52), "c": NamedTokens(4, (60,), 60)}
+    chunk, end, decode = Scheduled("a", 0, 6), Scheduled("a", 6, 4), Scheduled("a", 11, 1)
+    assert [tokens_of_rows([row], asked) for row in (chunk, end, decode)] == [[-1], [50], [52]]
+    again = Scheduled("a", 0, 12)  # preempted: prompt and two tokens are computed anew
+    assert tokens_of_rows([Scheduled("b", 9, 1), again, Scheduled("c", 4, 1)], asked) == [-1, 52, -1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_what_is_not_named_stays(dtype: torch.dtype) -> None:
+    sampled, rest = torch.tensor([1, 2, 3], dtype=dtype), object()
+    changed, kept = replaced((sampled, rest), [-1, 90, 0])
+    assert (changed.tolist(), changed.dtype, kept is rest) == ([1, 90, 0], dtype, True)
+    assert sampled.tolist() == [1, 2, 3]
+    assert replaced(sampled, [9, -1, -1]).tolist() == [9, 2, 3]  # releases before 0.10.2
+    assert replaced((sampled.view(3, 1), None), [9, -1, -1])[0].tolist() == [[9], [2], [3]]
+
+
+def test_other_rows_than_the_batch_has_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="the sampler has 3 rows, the batch 2"):
+        replaced((torch.zeros(3), None), [1, 2])
+
+
+def test_a_module_and_a_plain_object_are_wrapped_alike() -> None:
+    class Sampler(torch.nn.Module):
+        def sample(self, logits: int) -> int:
+            return logits + 1
+
+    for sampler in (Sampler(), Plain(sample=lambda logits: logits + 1)):
+        assert wrap_method(sampler, "sample", lambda original, logits: original(logits) * 10) is not None
+        assert sampler.sample(1) == 20
+    assert wrap_method(None, "sample", lambda original: None) is None

@@ -144,8 +144,8 @@ def test_a_failure_inside_ends_the_capture_and_not_the_model(
 ) -> None:
     model = Labelled()
     expected = model(IDS)["logits"]
-    with Probe(model, dir=str(tmp_path / "d")) as probe:
-        monkeypatch.setattr(probe._attachments.labels, "_part", lambda state: 1 / 0)
+    with Probe(model, dir=str(tmp_path / "d")):
+        monkeypatch.setattr(binding.Labels, "_part", lambda self, state: 1 / 0)
         assert torch.equal(model(IDS)["logits"], expected)
     assert "ZeroDivisionError" in caplog.text
     assert "ZeroDivisionError" in open_dump(tmp_path / "d").stops[0].reason
@@ -275,11 +275,12 @@ def test_many_files_are_collected_while_the_model_runs(tmp_path: Path, monkeypat
         return norm(x)
 
     model.norm.forward = forward
-    with Probe(model, dir=str(tmp_path / "d"), modules="norm") as probe:
+    with Probe(model, dir=str(tmp_path / "d"), modules="norm"):
+        ((taker, _),) = binding._takers
         for step in range(steps):
             model(IDS)
             if step == 20:
-                assert probe._attachments.labels._files > 10
+                assert taker.__self__._files > 10
     dump = open_dump(tmp_path / "d")
     assert len(dump.labels) == steps
     for (_, step, *_), label in dump.labels.items():

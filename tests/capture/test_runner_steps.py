@@ -5,7 +5,6 @@ What real engines do is shown in tests/e2e; here is the order of calls that need
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_runners import EarlyV2
+from fake_runners import EarlyV2, Output, captured, new, without_vllm
 
-from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import runner as capture_runner
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
-
-PARALLEL = {"rank": 0, "world_size": 1, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
 
 
 class Model(torch.nn.Module):
@@ -35,23 +30,6 @@ class Model(torch.nn.Module):
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed(input_ids)
-
-
-@dataclasses.dataclass
-class Output:
-    """SchedulerOutput, as far as capture reads it."""
-
-    scheduled_new_reqs: list[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-    scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    finished_req_ids: tuple[str, ...] = ()
-
-
-def new(name: str, n: int) -> Output:
-    request = Plain(req_id=name, num_computed_tokens=0, prompt_token_ids=list(range(n)), mm_features=[])
-    return Output([request], Plain(req_ids=[], num_computed_tokens=[]), {name: n}, n)
 
 
 class Runner:
@@ -80,7 +58,6 @@ class Runner:
         for name, ids in out.scheduled_spec_decode_tokens.items():
             out.scheduled_spec_decode_tokens[name] = ids[: len(ids) - self.trims]
             out.num_scheduled_tokens[name] -= self.trims
-            out.total_num_scheduled_tokens -= self.trims
 
     def execute_model(self, out: Output, intermediate_tensors: Any = None) -> Any:
         out = dataclasses.replace(
@@ -162,18 +139,8 @@ Start = Callable[..., tuple[CaptureObserver, Any]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(capture_runner, "before_packing", lambda *looks: contextlib.nullcontext())
-
-    def started(runner: Any) -> tuple[CaptureObserver, Any]:
-        worker = Plain(model_runner=runner, execute_dummy_batch=lambda: runner._dummy_run())
-        adapter = RunnerAdapter(worker, runner, PARALLEL)
-        probe = CaptureObserver(ProbeConfig(enabled=True, dir=str(tmp_path / "dump")), adapter)
-        adapter.add(probe)
-        runner.load_model()
-        return probe, worker
-
-    return started
+    without_vllm(monkeypatch)
+    return lambda runner: captured(runner, ProbeConfig(enabled=True, dir=str(tmp_path / "dump")))
 
 
 def closed(probe: CaptureObserver) -> Dump:
@@ -191,7 +158,7 @@ FIRST = [(0, "embed", (5, 4)), (0, "<root>", (5, 4)), (0, "pooler", (5, 2))]
 def test_a_pooling_model_ends_its_step_with_its_answer(start: Start) -> None:
     runner = Runner(pools=True)
     probe, worker = start(runner)
-    runner.execute_model(new("a", 5))
+    runner.execute_model(new(a=5))
     worker.execute_dummy_batch()  # data parallel: this replica has nothing to do
     runner._dummy_run()  # whoever else calls the model
     assert outputs(closed(probe)) == FIRST
@@ -200,7 +167,7 @@ def test_a_pooling_model_ends_its_step_with_its_answer(start: Start) -> None:
 def test_a_pooling_model_of_the_newer_runner_is_captured_until_it_has_pooled(start: Start) -> None:
     runner = PoolingV2()
     probe, _ = start(runner)
-    runner.execute_model(new("a", 5))
+    runner.execute_model(new(a=5))
     runner.pool()
     runner.model(torch.zeros(3, dtype=torch.int64))
     assert outputs(closed(probe)) == FIRST
@@ -210,12 +177,12 @@ def test_a_step_that_was_never_sampled_takes_no_dummy_batch(start: Start) -> Non
     """A pipeline's first ranks, a step whose sampling failed: the next batch ends it, whatever that batch is."""
     runner = PoolingV2()
     probe, _ = start(runner)
-    runner.execute_model(new("a", 5))
-    runner.execute_model(new("dummy", 3), dummy_run=True)
+    runner.execute_model(new(a=5))
+    runner.execute_model(new(dummy=3), dummy_run=True)
     assert outputs(closed(probe)) == FIRST[:2]
     old = Runner(pools=False)
     probe, worker = start(old)
-    old.execute_model(new("a", 5))
+    old.execute_model(new(a=5))
     worker.execute_dummy_batch()
     assert outputs(closed(probe)) == FIRST[:2]
 
@@ -224,7 +191,7 @@ def test_a_step_that_was_never_sampled_takes_no_dummy_batch(start: Start) -> Non
 def test_what_a_draft_model_calls_of_the_models_own_is_not_the_models(start: Start, newer: bool) -> None:
     runner = Drafting(newer)
     probe, _ = start(runner)
-    runner.execute_model(new("a", 5))
+    runner.execute_model(new(a=5))
     assert runner.sample_tokens() == "drafts"
     assert outputs(closed(probe)) == FIRST  # and what comes after the drafts is of the step again
 
@@ -232,9 +199,9 @@ def test_what_a_draft_model_calls_of_the_models_own_is_not_the_models(start: Sta
 def test_drafts_that_the_runner_takes_out_are_no_rows(start: Start) -> None:
     runner = Runner(pools=False, trims=2)
     probe, _ = start(runner)
-    runner.execute_model(new("a", 5))
+    runner.execute_model(new(a=5))
     runner.sample_tokens()
-    again = Output([], Plain(req_ids=["a"], num_computed_tokens=[5]), {"a": 4}, 4, {"a": [7, 8, 9]})
+    again = Output([], Plain(req_ids=["a"], num_computed_tokens=[5]), {"a": 4}, {"a": [7, 8, 9]})
     runner.positions = torch.arange(5, 37)
     runner.execute_model(again)
     dump = closed(probe)
@@ -244,30 +211,6 @@ def test_drafts_that_the_runner_takes_out_are_no_rows(start: Start) -> None:
         ("<root>", (2, 4), "tokens"),
     ]
     assert [(s.pos, s.n) for s in dump.rows[0, 1, "tokens"].segments] == [(5, 2)]
-
-
-@pytest.mark.parametrize(
-    ("parallel", "said"),
-    [
-        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"enable_dbo": True}, "dual-batch overlap"),
-        ({"ubatch_size": 2}, "dual-batch overlap"),
-    ],
-)
-def test_what_splits_a_batch_is_refused_with_one_line(
-    start: Start, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], said: str
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(capture_runner, "say", lines.append)
-    runner = Runner(pools=True)
-    runner.vllm_config = config(**parallel)
-    probe, _ = start(runner)
-    runner.execute_model(new("a", 5))
-    probe.close("test")
-    assert not (probe.root / "run.json").exists()
-    (line,) = lines
-    assert said in line
-    assert "NOTHING will be captured" in line
 
 
 @pytest.mark.parametrize("missing", ["req_states", "input_batch"])
@@ -290,7 +233,7 @@ def test_a_grammar_that_cannot_be_read_ends_the_capture_and_not_the_step(start: 
     runner = Runner(pools=False)
     runner._sample = lambda: "sampled"  # type: ignore[attr-defined]
     probe, _ = start(runner)
-    runner.execute_model(new("a", 5))
+    runner.execute_model(new(a=5))
     odd = Plain(structured_output_request_ids=["a"], grammar_bitmask=[object()])
     assert runner.sample_tokens(odd) == "tokens"
     assert "AttributeError" in closed(probe).errors[0]["message"]

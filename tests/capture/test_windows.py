@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_runner_steps import PARALLEL, Output, Runner
+from fake_runners import Output, captured, without_vllm
+from test_runner_steps import Runner
 
 from vllm_accprobe.capture.arming import NOT_CARRIED, WORDS
 from vllm_accprobe.capture.vllm import capturing
-from vllm_accprobe.capture.vllm import runner as room
-from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
 
@@ -29,10 +26,7 @@ class Served:
 
     def __init__(self, root: Path, **settings: Any):
         self.runner = Runner(pools=False)
-        adapter = RunnerAdapter(Plain(model_runner=self.runner), self.runner, PARALLEL)
-        self.probe = CaptureObserver(ProbeConfig(enabled=True, dir=str(root), **settings), adapter)
-        adapter.add(self.probe)
-        self.runner.load_model()
+        self.probe, _ = captured(self.runner, ProbeConfig(enabled=True, dir=str(root), **settings))
         self.words: bytes | None = b'{"serial": 0, "selection": null, "refused": null}'
         self.serial = 0
         self.known: dict[str, int] = {}
@@ -51,7 +45,7 @@ class Served:
             for n in fresh
         ]
         cached = Plain(req_ids=old, num_computed_tokens=[self.known[n] for n in old])
-        out = Output(requests, cached, counts, sum(counts.values()))
+        out = Output(requests, cached, counts)
         if self.words is not None:
             setattr(out, WORDS, self.words)
         self.runner.positions = torch.cat([torch.arange(counts[n]) + self.known.get(n, 0) for n in names])
@@ -73,8 +67,7 @@ Start = Callable[..., Served]
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(capturing, "say", lines.append)
-    monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(room, "before_packing", lambda *looks: contextlib.nullcontext())
+    without_vllm(monkeypatch)
     return lines
 
 

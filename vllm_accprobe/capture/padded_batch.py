@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -83,7 +84,9 @@ class TowerCalls:
     """
 
     def __init__(self, model: torch.nn.Module, begin: Callable[[dict[str, Any]], None]):
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.undo = self._undo.close
+        """Puts back what was wrapped, the last one first."""
         self._arguments: dict[str, Any] | None = None
         generate = getattr(model, "generate", None)
         found = towers(model, language_path(model))
@@ -99,9 +102,9 @@ class TowerCalls:
             finally:
                 self._arguments = None
 
-        self._undo.append(override(model, "generate", generating))
+        self._undo.callback(override(model, "generate", generating))
         for tower in found:
-            self._undo.append(override(tower, "forward", self._announcing(tower.forward, begin)))
+            self._undo.callback(override(tower, "forward", self._announcing(tower.forward, begin)))
 
     def _announcing(self, forward: Callable[..., Any], begin: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -111,11 +114,6 @@ class TowerCalls:
             return forward(*args, **kwargs)
 
         return run
-
-    def undo(self) -> None:
-        """Puts back what was wrapped, the last one first."""
-        while self._undo:
-            self._undo.pop()()
 
 
 class Rectangle:

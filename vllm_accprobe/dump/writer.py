@@ -252,10 +252,10 @@ class BatchStaging:
             segment.end += gap
 
 
-    def append(self, line: Line) -> None:
-        """Queues a line behind everything before it."""
-        (self.current or self._batch()).lines.append(line)
-        self.waiting_lines += 1
+    def append(self, *lines: Line) -> None:
+        """Queues lines behind everything before them."""
+        (self.current or self._batch()).lines += lines
+        self.waiting_lines += len(lines)
 
     def _batch(self) -> WriteBatch:
         if self.current is None:
@@ -464,6 +464,8 @@ class RankWriter:
         self._producing = 0  # the thread that is inside put
         self._lock = threading.RLock()
         self._cond = threading.Condition(self._lock)
+        self.pending: list[TensorLine] = []
+        """Lines without payload that no lock was taken for yet: whoever appends one calls ``release`` soon."""
         self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes)
         self._done = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
@@ -502,7 +504,8 @@ class RankWriter:
             with self._lock:
                 if self.stopped or self._closing:
                     return
-                if self._affordable(nbytes):
+                if self._affordable(nbytes, len(self.pending)):
+                    self._append_pending()
                     self._producing = threading.get_ident()
                     try:
                         self._staging.copy(address, line)
@@ -512,26 +515,43 @@ class RankWriter:
                     finally:
                         self._producing = 0
                     return
+            self.release()
             self._spent(step)
 
     def line(self, line: Line) -> None:
         """Queues a line without a payload of its own. A callable is called by a thread of ours, in order, and gives the
         dict or None. With no payload waiting before it, the line is on disk a tenth of a second later."""
+        if self.pending:
+            self.release()
         with self._lock:
             if self.stopped or self._closing:
                 return
             if self._affordable(0):
-                batch = self._staging.current
-                if batch is None:
-                    self._staging.append(line)
-                else:
-                    batch.lines.append(line)
-                    self._staging.waiting_lines += 1
+                self._staging.append(line)
                 return
         if isinstance(line, tuple):
             self._spent(line[1])
         else:
             self._spent(line.get("step") if isinstance(line, Mapping) else None)
+
+    def release(self) -> None:
+        """Queues the ``pending`` lines, all under one lock: taken for each of hundreds in a step, it costs more than
+        the rest of their way. Every other method that queues does it first, so the order stays."""
+        with self._lock:
+            if self.stopped or self._closing:
+                self.pending.clear()
+            elif self._affordable(0, len(self.pending)):
+                self._append_pending()
+        if self.pending:
+            step = self.pending[0][1]
+            self.pending.clear()
+            self._spent(step)
+
+    def _append_pending(self) -> None:
+        if self.pending:
+            lines = self.pending[:]
+            self.pending.clear()  # first: a signal's handler may come here, too, and no line is written twice
+            self._staging.append(*lines)
 
     def room(self, sizes: Sequence[int]) -> bool:
         """Whether payloads of so many bytes each can be taken now without waiting for the disk."""
@@ -545,6 +565,7 @@ class RankWriter:
 
     def flush(self, timeout: float = _CLOSE_TIMEOUT) -> bool:
         """Waits until everything queued so far is on disk; False when it is not, or capture has stopped."""
+        self.release()
         with self._cond:
             self._staging.seal()
             target = self._staging.sealed
@@ -555,6 +576,7 @@ class RankWriter:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
         tensors, skipped; the first two are counted from the journal where missing). Waits up to 30 s. A second call
         only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
+        self.release()
         with self._cond:
             if self._closing is None:
                 self._closing = (reason, summary)
@@ -571,11 +593,11 @@ class RankWriter:
         self._staging.append(STOP.to_line(Stop(reason, step)))
         self._stop(reason)
 
-    def _affordable(self, nbytes: int) -> bool:
+    def _affordable(self, nbytes: int, lines: int = 0) -> bool:
         staging, output = self._staging, self._output
         journal = 0 if output is None else output.journal.size
-        lines = _LINE_GUESS * (staging.waiting_lines + 2)
-        return staging.payload_bytes + nbytes + journal + lines <= self._budget
+        guess = _LINE_GUESS * (staging.waiting_lines + lines + 2)
+        return staging.payload_bytes + nbytes + journal + guess <= self._budget
 
     def _spent(self, step: Any) -> None:
         gb = self._budget / 1e9

@@ -24,7 +24,7 @@ import torch
 from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.ops.dispatch import Paused
-from vllm_accprobe.capture.taps.hooks import Tap, Taps, outputs, picks
+from vllm_accprobe.capture.taps.hooks import Tap, Taps, innermost, outputs, picks
 from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.teacher_forcing import replaced
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
@@ -216,7 +216,7 @@ class HealObserver(StepObserver):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._active:
                 return original(*args, **kwargs)
-            name = tap.names[0] if len(tap.names) == 1 else tap.name(self._running)
+            name = innermost(tap.names, self._running)
             began = self._begin(tap, name, args, kwargs) if name in chosen else None
             self._running.append(name)
             try:

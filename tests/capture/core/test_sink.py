@@ -157,3 +157,35 @@ def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink,
     assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}
     assert read(dump, "input.changed").tolist() == [1.0] * 4
     assert read(dump, "inplace.changed").tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("sink", [False], indirect=True)
+def test_lines_without_payload_keep_their_place_and_wait_for_the_steps_end_at_most(sink: Sink, tmp_path: Path) -> None:
+    take, same = taker(sink), torch.ones(4)
+    for number in range(3):
+        take(f"output.{number}", same)  # the first one's bytes are the others'
+    assert len(sink.writer.pending) == 2
+    take("output.new", torch.zeros(4))
+    assert not sink.writer.pending  # a payload goes behind them
+    take("output.last", same)
+    sink.end_step()
+    assert not sink.writer.pending
+    for number in range(200):
+        take(f"output.many{number}", same)
+    assert len(sink.writer.pending) < 64
+    dump = closed(sink, tmp_path)
+    names = ["0", "1", "2", "new", "last", *(f"many{number}" for number in range(200))]
+    assert [r.role for r in dump.records] == [f"output.{name}" for name in names]
+
+
+@pytest.mark.parametrize("sink", [False], indirect=True)
+def test_pending_lines_beyond_the_budget_end_the_capture(sink: Sink, tmp_path: Path) -> None:
+    take, same = taker(sink), torch.ones(4)
+    take("output.0", same)
+    take("output.1", same)
+    sink.writer._budget = 0
+    sink.end_step()
+    sink.close("test")
+    dump = open_dump(tmp_path)
+    assert dump.problems == ["rank 0: capture stopped early: budget of 0 bytes spent"]
+    assert [r.role for r in dump.records] == ["output.0"]

@@ -8,13 +8,15 @@ from pathlib import Path
 from dump.errcheck_reports import FOUND
 
 from vllm_accprobe.capture.errcheck.findings import RankFindings
+from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.findings import read
 
+CONFIG = ProbeConfig(errcheck=("nan",))
 PARALLEL = {"rank": 3, "pp": (1, 2), "dp": (4, 8)}
 
 
 def test_the_first_alarm_counts_and_again_when_its_tensors_are_held(tmp_path: Path) -> None:
-    findings = RankFindings(tmp_path, ("nan",), PARALLEL)
+    findings = RankFindings(tmp_path, CONFIG, PARALLEL)
     assert findings.counts("a", False)
     findings.first = dataclasses.replace(FOUND, tap="a", dtype="")
     assert [findings.counts(*alarm) for alarm in (("b", True), ("a", False), ("a", True))] == [False, False, True]
@@ -32,7 +34,7 @@ def test_the_first_alarm_counts_and_again_when_its_tensors_are_held(tmp_path: Pa
 def test_a_second_engine_writes_beside_the_first(tmp_path: Path) -> None:
     roots = []
     for _ in range(2):
-        findings = RankFindings(tmp_path / "errcheck", ("nan",), PARALLEL)
+        findings = RankFindings(tmp_path / "errcheck", CONFIG, PARALLEL)
         findings.settle()
         findings.write("watching")
         roots.append(findings.root.name)

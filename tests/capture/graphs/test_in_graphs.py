@@ -3,8 +3,6 @@ something is wrong. The engine is by hand and compiled with dynamo alone; vLLM's
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from captured_calls import CallGraph, capture
+from fake_runners import PARALLEL, Output, captured, more, new, without_vllm
 from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.core import recording
@@ -24,9 +23,7 @@ from vllm_accprobe.capture.core.session import Sink
 from vllm_accprobe.capture.graphs import placement, readout
 from vllm_accprobe.capture.graphs.graph_ops import _stats_device
 from vllm_accprobe.capture.graphs.readout import NOT_MEASURED
-from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import compiled as in_graphs
-from vllm_accprobe.capture.vllm import runner as capture_runner
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.compiled import DummyRunOnly
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
@@ -35,7 +32,6 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.config import TAP_SET, ProbeConfig
 from vllm_accprobe.dump.reader import Dump, Selection, open_dump
 
-PARALLEL = {"rank": 0, "world_size": 1, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
 WIDE = 9000
 """Features of ``model.up``: a row of it has 36,000 bytes."""
 
@@ -112,32 +108,6 @@ class Model(torch.nn.Module):
         return self.model(self.embed(input_ids))
 
 
-@dataclasses.dataclass
-class Output:
-    """SchedulerOutput, as far as capture reads it."""
-
-    scheduled_new_reqs: list[Any]
-    num_scheduled_tokens: dict[str, int]
-    scheduled_cached_reqs: Any = dataclasses.field(default_factory=lambda: Plain(req_ids=[], num_computed_tokens=[]))
-    scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    finished_req_ids: tuple[str, ...] = ()
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
-
-def new(**requests: int) -> Output:
-    named = [Plain(req_id=k, num_computed_tokens=0, prompt_token_ids=list(range(n)), mm_features=[])
-             for k, n in requests.items()]  # fmt: skip
-    return Output(named, requests)
-
-
-def more(**computed: int) -> Output:
-    cached = Plain(req_ids=list(computed), num_computed_tokens=list(computed.values()))
-    return Output([], dict.fromkeys(computed, 1), cached)
-
-
 class Runner:
     def __init__(self, compiles: bool, wide: int = 32, fault: float = 1.0, pad: int = 1) -> None:
         self.device = "cpu"
@@ -189,7 +159,7 @@ class Runner:
             self.graphs[n] = graph, output
 
     @torch.inference_mode()
-    def _dummy_run(self, num_tokens: int, is_profile: bool = False) -> None:
+    def _dummy_run(self, num_tokens: int = 3, is_profile: bool = False) -> None:
         self.model(self.input_ids[:num_tokens], self.positions[:num_tokens])
 
 
@@ -198,20 +168,14 @@ Start = Callable[..., CaptureObserver]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe", "engine": {"eager": False}})
-    monkeypatch.setattr(capture_runner, "before_packing", lambda *looks: contextlib.nullcontext())
+    without_vllm(monkeypatch)
     monkeypatch.setenv(TAP_SET, "")
     torch._dynamo.reset()
     counters.clear()
 
     def started(runner: Runner, name: str = "mine", **settings: Any) -> CaptureObserver:
-        worker = Plain(model_runner=runner, execute_dummy_batch=lambda: runner._dummy_run(3))
-        adapter = RunnerAdapter(worker, runner, PARALLEL)
         config = ProbeConfig.from_kwargs(dir=str(tmp_path / name), graphs=True, **settings)
-        probe = CaptureObserver(config, adapter)
-        adapter.add(probe)
-        runner.load_model()
-        runner.worker = worker  # type: ignore[attr-defined]
+        probe, runner.worker = captured(runner, config)  # type: ignore[attr-defined]
         return probe
 
     return started

@@ -218,4 +218,4 @@ def test_metadata_that_a_vendor_means_otherwise_are_no_findings_of_a_capture() -
         toy.wrong_lengths = True
         begun(toy)
         assert [one.kind for one in toy.said][:2] == expected
-        assert toy.ledger.strange_metadata == ({(0, "_Lengths")} if mode == "owners" else set())
+        assert toy.ledger.strange_metadata == ({(0, "lengths")} if mode == "owners" else set())

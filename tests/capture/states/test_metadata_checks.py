@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.capture.states.checks import WrongNumber, metadata_checks
-from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
+from vllm_accprobe.capture.states.checks import WrongNumber, metadata_checks, must_change, token_tails
+from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule, ScheduledRequest
 from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
@@ -37,37 +37,28 @@ def said(made: Schedule, metadata: Any, **how: Any) -> list[WrongNumber]:
     held = list(made.requests.values())
     found, missing = metadata_checks(made, 0, held, metadata, None, **how)
     assert missing == []
-    return [wrong for look in found for wrong in look.compare([one.numpy() for one in look.tensors])]
-
-
-def test_right_metadata_say_nothing() -> None:
-    assert said(schedule(), paged()) == []
-
-
-def test_a_slot_that_points_elsewhere() -> None:
-    (wrong,) = said(schedule(), paged(slot_mapping=torch.tensor([30, 29, 20, 21, 22])), holders=lambda b: f"b{b}'s")
-    assert (wrong.kind, wrong.name, wrong.slot, wrong.low, wrong.high) == (STALE, "a", 31, 7, 7)
-    assert wrong.how == "its row is written to slot 29 of block 7, b7's; the schedule demands slot 31"
-
-
-def test_a_slot_that_is_left_out() -> None:
-    (wrong,) = said(schedule(), paged(slot_mapping=torch.tensor([30, 31, 20, 21, -1])))
-    assert (wrong.name, wrong.low) == ("b", 2)
-    assert "written nowhere" in wrong.how
+    return [wrong for look in found for wrong in look.compare(look.tensor.numpy())]
 
 
 @pytest.mark.parametrize(
-    ("changes", "who", "words"),
+    ("changes", "wrong", "words"),
     [
-        ({"seq_lens": torch.tensor([7, 3])}, "a", "its length is 7; the schedule demands 8"),
-        ({"query_start_loc": torch.tensor([0, 3, 5])}, "b", "row 3 is its first; the schedule demands 2"),
-        ({"block_table": torch.tensor([[3, 6, 0], [5, 0, 0]])}, "a", "names block 6 in column 1"),
+        ({}, None, ""),
+        ({"slot_mapping": torch.tensor([30, 29, 20, 21, 22])}, (STALE, "a", 31, 7, 7),
+         "its row is written to slot 29 of block 7, b7's; the schedule demands slot 31"),
+        ({"slot_mapping": torch.tensor([30, 31, 20, 21, -1])}, (STALE, "b", 22, 2, 2), "written nowhere"),
+        ({"seq_lens": torch.tensor([7, 3])}, (METADATA, "a", None, 6, 7),
+         "its length is 7; the schedule demands 8"),
+        ({"query_start_loc": torch.tensor([0, 3, 5])}, (METADATA, "b", None, None, None),
+         "row 3 is its first; the schedule demands 2"),
+        ({"block_table": torch.tensor([[3, 6, 0], [5, 0, 0]])}, (METADATA, "a", None, 4, 7),
+         "names block 6 in column 1"),
     ],
-)
-def test_stale_metadata(changes: dict[str, torch.Tensor], who: str, words: str) -> None:
-    (wrong,) = said(schedule(), paged(**changes))
-    assert (wrong.kind, wrong.name) == (METADATA, who)
-    assert words in wrong.how
+)  # fmt: skip
+def test_each_number_that_can_be_stale(changes: dict[str, torch.Tensor], wrong: Any, words: str) -> None:
+    found = said(schedule(), paged(**changes), holders=lambda block: f"b{block}'s")
+    assert [(one.kind, one.name, one.slot, one.low, one.high) for one in found] == ([wrong] if wrong else [])
+    assert all(words in one.how for one in found)
 
 
 def test_drafts_that_were_not_accepted_are_no_error_where_nobody_knew() -> None:
@@ -95,21 +86,19 @@ def recurrent(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(values | changes))
 
 
-def test_right_states_say_nothing() -> None:
-    assert said(schedule(CacheGroup(STATE, 4)), recurrent()) == []
-
-
-def test_the_state_of_another_request() -> None:
-    changed = {"state_indices_tensor_d": torch.tensor([[5]]), "state_indices_tensor_p": torch.tensor([3])}
-    wrong = said(schedule(CacheGroup(STATE, 4)), recurrent(**changed), holders=lambda b: f"b{b}'s")
-    assert [(one.kind, one.name, one.block) for one in wrong] == [(OTHER, "a", 5), (OTHER, "b", 3)]
-    assert wrong[0].how == "its state is taken from block 5, b5's; the schedule demands block 3"
-
-
-def test_a_state_that_is_none_yet() -> None:
-    (wrong,) = said(schedule(CacheGroup(STATE, 4)), recurrent(has_initial_states_p=torch.tensor([True])))
-    assert (wrong.kind, wrong.name) == (OTHER, "b")
-    assert "begins with whatever its block holds" in wrong.how
+@pytest.mark.parametrize(
+    ("changes", "wrong", "words"),
+    [
+        ({}, [], ""),
+        ({"state_indices_tensor_d": torch.tensor([[5]]), "state_indices_tensor_p": torch.tensor([3])},
+         [(OTHER, "a", 5), (OTHER, "b", 3)], "its state is taken from block 5, b5's; the schedule demands block 3"),
+        ({"has_initial_states_p": torch.tensor([True])}, [(OTHER, "b", 5)], "begins with whatever its block holds"),
+    ],
+)  # fmt: skip
+def test_each_state_that_can_be_another_ones(changes: dict[str, torch.Tensor], wrong: Any, words: str) -> None:
+    found = said(schedule(CacheGroup(STATE, 4)), recurrent(**changes), holders=lambda block: f"b{block}'s")
+    assert [(one.kind, one.name, one.block) for one in found] == wrong
+    assert words in "".join(one.how for one in found[:1])
 
 
 def test_states_of_requests_with_drafts() -> None:
@@ -149,3 +138,37 @@ def test_what_metadata_do_not_have_is_said() -> None:
     assert found == []
     assert missing == ["metadata without a slot mapping", "metadata without a block table"]
     assert np.array_equal(made.slots(0, made.requests["a"]), [30, 31])
+
+
+def held(prompt: list[int]) -> ScheduledRequest:
+    return ScheduledRequest("a", 0, prompt, [], [])
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def test_other_tokens_must_change_a_state() -> None:
+    one = held([1, 2, 3, 4, 5, 6, 7])
+    token_tails([(one, 0, 5)], ids(1, 2, 3, 4, 5))
+    assert must_change(token_tails([(one, 5, 2)], ids(6, 7)), 0, 3)
+    assert must_change(token_tails([(one, 7, 1)], ids(8)), 0, 3)  # a generated one
+
+
+def test_text_that_repeats_itself_proves_nothing() -> None:
+    one = held([5] * 8)
+    token_tails([(one, 0, 6)], ids(*[5] * 6))
+    assert not must_change(token_tails([(one, 6, 2)], ids(5, 5)), 0, 3)
+    period = held([1, 2] * 6)
+    token_tails([(period, 0, 8)], ids(*[1, 2] * 4))
+    assert not must_change(token_tails([(period, 8, 2)], ids(1, 2)), 0, 3)
+    assert must_change(token_tails([(period, 10, 1)], ids(1)), 0, 3)
+
+
+def test_what_is_not_known_proves_nothing() -> None:
+    one = held([1, 2, 3])
+    assert not must_change(token_tails([(one, 0, 3)], ids(1, 2, 3)), 0, 3)  # its first rows
+    assert must_change(token_tails([(held([1, 2, 3, 4, 5]), 3, 2)], ids(4, 5)), 0, 3)  # resumed within its prompt
+    assert token_tails([(held([1, 2, 3]), 9, 1)], ids(4)) == {}  # resumed behind it
+    assert not must_change({}, 0, 3)
+    assert not must_change(token_tails([(one, 3, 1)], ids(9)), 0, 0)

@@ -10,6 +10,7 @@ from support.touched import touched
 from vllm_accprobe.capture.vllm.relied_on import PLACES
 
 NOT_VLLMS = {
+    "lengths": "our word", "begins": "our word", "slots": "our word",
     "__accprobe__": "ours", "_v2_mixed_warmup": "a request's id", "_warmup_": "a request's id", "_modules": "torch",
     "_compiled_call_impl": "torch", "forward": "torch", "get_device_name": "torch's device module",
     "mem_get_info": "torch's device module", "shape": "torch", "name": "an enum", "value": "an enum",

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_runner_steps import PARALLEL, Drafting, Output, PoolingV2, Runner, new
+from fake_runners import PARALLEL, Output, new, without_vllm
+from test_runner_steps import Drafting, PoolingV2, Runner
 
 from vllm_accprobe.capture.errcheck import observer as errcheck
 from vllm_accprobe.capture.errcheck.observer import ErrcheckExit, ErrcheckObserver
-from vllm_accprobe.capture.vllm import capturing
-from vllm_accprobe.capture.vllm import runner as room
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver
@@ -72,9 +71,7 @@ class Listener(StepObserver):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (capturing, errcheck):
-        monkeypatch.setattr(module, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(room, "before_packing", lambda *looks: contextlib.nullcontext())
+    without_vllm(monkeypatch, errcheck)
 
 
 def observed(runner: Any, *observers: StepObserver) -> tuple[RunnerAdapter, Any]:
@@ -90,7 +87,7 @@ def test_the_last_one_added_stands_outermost() -> None:
     heard: list[str] = []
     runner = Runner(pools=False)
     adapter, _ = observed(runner, Listener("a", heard), Listener("b", heard))
-    runner.execute_model(new("r", 3))
+    runner.execute_model(new(r=3))
     runner.sample_tokens()
     adapter.close("test")
     begin = "begin 0 {'r': 3} [('r', 3)]"
@@ -108,13 +105,13 @@ def test_what_is_no_step_has_no_number() -> None:
     runner = PoolingV2()
     observed(runner, Listener("a", heard))
     del heard[:]
-    runner.execute_model(new("dummy", 3), dummy_run=True)
+    runner.execute_model(new(dummy=3), dummy_run=True)
     assert heard == ["a end"]
     old = Runner(pools=True)
     _, worker = observed(old, Listener("a", heard))
     worker.execute_dummy_batch()
     del heard[:]
-    for out in (new("_warmup_0", 2), new("r", 2), Output([], Plain(req_ids=[], num_computed_tokens=[]), {}, 0)):
+    for out in (new(_warmup_0=2), new(r=2), Output([], Plain(req_ids=[], num_computed_tokens=[]), {})):
         with contextlib.suppress(RuntimeError):  # the toy cannot compute an empty batch
             old.execute_model(out)
     assert [line for line in heard if "begin" in line] == [
@@ -128,7 +125,7 @@ def test_drafts_are_told_once(newer: bool) -> None:
     runner = Drafting(newer)
     observed(runner, Listener("a", heard))
     runner.load_model()  # weights loaded anew: the speculator is not wrapped again
-    runner.execute_model(new("r", 3))
+    runner.execute_model(new(r=3))
     assert runner.sample_tokens() == "drafts"
     assert heard.count("a drafts") == 1
 
@@ -138,7 +135,7 @@ def test_what_one_breaks_reaches_neither_the_model_nor_the_other(breaks: str) ->
     heard: list[str] = []
     runner = Runner(pools=False)
     observed(runner, Listener("good", heard), Listener("bad", heard, breaks))
-    runner.execute_model(new("r", 3))
+    runner.execute_model(new(r=3))
     assert runner.sample_tokens() == "tokens"
     assert any(line.startswith("bad failed at") for line in heard)
     told = [line.partition(" ")[2] for line in heard if line.startswith("good")]
@@ -149,7 +146,7 @@ def test_a_scheduler_that_cannot_be_read_is_told_to_all() -> None:
     heard: list[str] = []
     runner = Runner(pools=False)
     observed(runner, Listener("a", heard), Listener("b", heard))
-    out = new("r", 3)
+    out = new(r=3)
     del out.scheduled_new_reqs[0].mm_features, out.scheduled_new_reqs[0].num_computed_tokens
     out.finished_req_ids = None  # type: ignore[assignment]
     runner.execute_model(out)
@@ -165,7 +162,7 @@ def test_what_an_observer_wants_raised_is_raised_when_the_step_is_over() -> None
     observed(runner, listener)
     listener.stopping = KeyError("asked for")
     with pytest.raises(KeyError, match="asked for"):
-        runner.execute_model(new("r", 3))
+        runner.execute_model(new(r=3))
     assert heard[-1] == "a computed"
     assert runner.sample_tokens() == "tokens"  # once
 
@@ -198,12 +195,12 @@ def test_a_capture_and_errcheck_listen_to_one_runner(
     adapter.add(CaptureObserver(config, adapter))
     adapter.add(ErrcheckObserver(config, adapter))
     runner.load_model()
-    runner.execute_model(new("a", 5))
+    runner.execute_model(new(a=5))
     if exits:
         with pytest.raises(ErrcheckExit, match=r"accprobe errcheck stops this engine: .*pooler"):
-            runner.execute_model(new("b", 4))
+            runner.execute_model(new(b=4))
     else:
-        runner.execute_model(new("b", 4))
+        runner.execute_model(new(b=4))
     adapter.close("test")
     dump = open_dump(tmp_path / "dump")
     assert dump.problems == []

@@ -5,7 +5,6 @@ The runners are fakes in a release's shape, around ../test_runner_steps.py's. Re
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_runner_steps import PARALLEL, Model, Output, Runner, new
+from fake_runners import Output, captured, more, new, without_vllm
+from test_runner_steps import Model, Runner
 
 from vllm_accprobe.capture.vllm import capturing, relied_on
 from vllm_accprobe.capture.vllm import runner as room
 from vllm_accprobe.capture.vllm import sampling as taps
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import MASKS_KNOWN
@@ -87,8 +86,8 @@ class XliteModelRunner(Newer):
     """vllm-ascend 0.13 to 0.23."""
 
 
-DRAFTS = Output([], Plain(req_ids=["a"], num_computed_tokens=[5]), {"a": 3}, 3, {"a": [7, 8]})
-PLAIN = Output([], Plain(req_ids=["a"], num_computed_tokens=[8]), {"a": 1}, 1)
+DRAFTS = Output([], Plain(req_ids=["a"], num_computed_tokens=[5]), {"a": 3}, {"a": [7, 8]})
+PLAIN = more(a=8)
 
 
 @pytest.fixture
@@ -96,16 +95,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     for module in (room, taps, capturing):
         monkeypatch.setattr(module, "say", lines.append)
-    monkeypatch.setattr(capturing, "run_info", lambda *_: {"tool": "accprobe"})
-    monkeypatch.setattr(room, "before_packing", lambda *looks: contextlib.nullcontext())
+    without_vllm(monkeypatch)
     return lines
 
 
 def served(where: Path, runner: Any, *steps: Output) -> CaptureObserver:
-    adapter = RunnerAdapter(Plain(model_runner=runner), runner, PARALLEL)
-    probe = CaptureObserver(ProbeConfig(enabled=True, dir=str(where / "dump")), adapter)
-    adapter.add(probe)
-    runner.load_model()
+    probe, _ = captured(runner, ProbeConfig(enabled=True, dir=str(where / "dump")))
     for step in steps:
         runner.execute_model(step)
         if runner.sample_tokens is not None:
@@ -128,7 +123,7 @@ def skips(dump: Dump) -> Counter[tuple[str, str]]:
 
 
 def test_a_runner_without_sample_gives_the_samplers_tokens_and_skips_drafts(tmp_path: Path, said: list[str]) -> None:
-    dump = open_dump(served(tmp_path, AscendOld(), new("a", 5), DRAFTS, PLAIN).root)
+    dump = open_dump(served(tmp_path, AscendOld(), new(a=5), DRAFTS, PLAIN).root)
     assert dump.errors == []
     both = ["output.top_ids", "output.token"]
     assert sampled(dump) == [(0, both[0]), (0, both[1]), (1, both[0]), (2, both[0]), (2, both[1])]
@@ -145,7 +140,7 @@ def test_a_runner_without_sample_gives_the_samplers_tokens_and_skips_drafts(tmp_
 def test_logits_of_another_order_are_skipped_and_layers_are_not(
     tmp_path: Path, said: list[str], told: dict[str, Any], mode: relied_on.Mode
 ) -> None:
-    dump = open_dump(served(tmp_path, Newer(**told), new("a", 5), PLAIN).root)
+    dump = open_dump(served(tmp_path, Newer(**told), new(a=5), PLAIN).root)
     assert dump.errors == []
     assert sampled(dump) == []
     assert skips(dump)["sampler", mode.says] == 1
@@ -156,7 +151,7 @@ def test_logits_of_another_order_are_skipped_and_layers_are_not(
 def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_said_once(
     tmp_path: Path, said: list[str]
 ) -> None:
-    steps = (new("a", 5), DRAFTS, DRAFTS, PLAIN)
+    steps = (new(a=5), DRAFTS, DRAFTS, PLAIN)
     dump = open_dump(served(tmp_path, Newer(adaptive_verification=object()), *steps).root)
     assert dump.errors == []
     assert skips(dump)["<root>", relied_on.VERIFIED.says] == 2
@@ -180,7 +175,7 @@ def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(
     parallel.use_sequence_parallel_moe = mode is EXPERTS
     parallel.prefill_context_parallel_size = 1 + (mode is CONTEXT)
     parallel.enable_dbo = mode is PIECES
-    probe = served(tmp_path, runner, new("a", 5), PLAIN)
+    probe = served(tmp_path, runner, new(a=5), PLAIN)
     assert said == [f"{mode.says}: {probe.without}; serving goes on"]
     assert not (probe.root / "run.json").exists()  # nothing that a comparison could take for a capture
 
@@ -188,7 +183,7 @@ def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(
 @pytest.mark.parametrize("told", [False, True])
 def test_masks_are_known_only_where_the_runner_tells_them(tmp_path: Path, said: list[str], told: bool) -> None:
     runner = Newer() if told else Newer(input_batch=Plain(req_ids=[]))
-    dump = open_dump(served(tmp_path, runner, new("a", 5)).root)
+    dump = open_dump(served(tmp_path, runner, new(a=5)).root)
     (sampler,) = [m for m in dump.modules[0] if m.tap == "sampler"]
     assert sampler.attrs.get(MASKS_KNOWN, False) is told
     assert skips(dump)["sampler", "this runner does not tell by request what masks logits"] == (not told)

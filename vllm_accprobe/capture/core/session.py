@@ -74,6 +74,8 @@ _NEVER: RowForm = ("never",)
 """Of a site that must be decided anew for each tensor: no step has such rows."""
 _VIEWS = 4096
 """Sizes of tensors that are remembered."""
+_PENDING = 64
+"""Lines that are queued together, at most."""
 _STRIDED = torch.strided
 
 
@@ -163,6 +165,19 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tensor.stride(), tensor.storage_offset()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is captured at all: of a dtype that a dump has, neither sparse, quantised, nor nested."""
+    return tensor.dtype in DTYPE_NAMES and tensor.layout is _STRIDED and not tensor.is_quantized
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 for one that has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return 0
+
+
 Sites = dict[str, Site]
 """By role: what is known of one tap's tensors."""
 
@@ -245,6 +260,7 @@ class Sink:
         # Compiling takes seconds the first time on a machine: now, not in somebody's request. Not earlier, at import:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()
+        self._pending = self.writer.pending
         self.seen: dict[str, StatsCell] = {}
         self.lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
         self._rowmaps = RowMaps()
@@ -292,6 +308,10 @@ class Sink:
         self.arrived((), lambda _: self._forget_step())
         self.line(STEP.to_line(step))
 
+    def end_step(self) -> None:
+        """Nothing more of this step comes."""
+        self.arrived((), lambda _: self.writer.release())
+
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
         tensors, finish = self._rowmaps.of(step, space)
@@ -331,7 +351,9 @@ class Sink:
             cell = StatsCell(None, digest, site.dtype_name)
             kept = line and (self.keep or step is None)
             if not kept:
-                for at, nbytes in site.pieces:
+                (at, nbytes), *others = site.pieces
+                cell.sums = moments_at(address + at, nbytes, site.dtype_name)
+                for at, nbytes in others:
                     cell.add(moments_at(address + at, nbytes, site.dtype_name))
             if line:
                 self.seen[key] = cell
@@ -340,7 +362,10 @@ class Sink:
         if kept:
             self.writer.tensor((site.template, step, call, seq, cell), address)
         elif line:
-            self.writer.line((site.template, step, call, seq, cell))
+            pending = self._pending
+            pending.append((site.template, step, call, seq, cell))
+            if len(pending) >= _PENDING:
+                self.writer.release()
         if ticket is not None:
             ticket.resolve(cell)
         self.tensors += line
@@ -488,7 +513,9 @@ class Session:
 
     def end(self) -> None:
         """The step is over: taps let everything pass until the next one begins."""
-        self.state = None
+        if self.state is not None:
+            self.state = None
+            self.sink.end_step()
 
     def computed_by(self, graph: StepGraph) -> None:
         """A captured graph computes the step that runs."""
@@ -598,10 +625,10 @@ class Session:
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be distinguished, and not all requests are selected", role)
             return None
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not _STRIDED:  # sparse, quantised, nested
+        if not is_plain(tensor):
             self.sink.skip(tap, "not a plain tensor", role)
             return None
+        dtype = DTYPE_NAMES[tensor.dtype]
         ranges: Ranges = None
         wanted = tuple(shape)
         if space is not None and not isinstance(part, Space) and not (space.whole and shape[dim] == space.src):

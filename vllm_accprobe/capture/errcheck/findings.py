@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,27 @@ from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.errcheck.watch import BAD, GOOD, UNCHECKED, Alarm, Watch
-from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.files import numbered_siblings
-from vllm_accprobe.dump.findings import BAD_BAD, GOOD_BAD, MOST_ROWS, PARAMETER, UNSURE, FirstBad, RankReport, write
+from vllm_accprobe.dump.findings import (
+    BAD_BAD,
+    GOOD_BAD,
+    MOST_ROWS,
+    PARAMETER,
+    UNSURE,
+    FirstBad,
+    RankReport,
+    sentence,
+    write,
+)
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import template_of
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 from vllm_accprobe.dump.stats import StatsCell
 
+EXIT = "exit"
+SUBDIR = "errcheck"
 _PLACES = 100
 """Taps whose later alarms are counted apart."""
 _REPORT_S = 10.0
@@ -43,14 +53,17 @@ _REPORT_S = 10.0
 
 class RankFindings:
     """The findings of one rank. ``parameters``: sentences on bad ones, by tap; ``taps``: how many are watched;
-    ``steps``: how many were seen; ``first``: the alarm that counts. parallel: the rank's place among the others."""
+    ``steps``: how many were seen; ``first``: the alarm that counts; ``exits``: it ends the process. root:
+    the dump's, in which the report has a folder of its own where there is a capture; parallel: the rank's place among
+    the others."""
 
-    def __init__(self, root: Path, kinds: tuple[str, ...], parallel: Mapping[str, Any]) -> None:
-        self.root = root
+    def __init__(self, root: Path, config: ProbeConfig, parallel: Mapping[str, Any]) -> None:
+        self.root = root / SUBDIR if config.enabled else root
+        self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
+        self.exits = EXIT in config.errcheck
         self.first: FirstBad | None = None
         self.parameters: dict[str, list[str]] = {}
         self.taps = self.steps = 0
-        self._kinds = kinds
         self._parallel = parallel
         self._later = 0
         self._places: Counter[str] = Counter()
@@ -59,6 +72,7 @@ class RankFindings:
 
     def settle(self) -> None:
         """A second engine of one process writes next to the first one's."""
+        self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for place in numbered_siblings(self.root):
             if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,6 +90,15 @@ class RankFindings:
             self._places[tap] += 1
         return not first.dtype and kept and tap == first.tap
 
+    def tell(self, found: FirstBad, tensors: str, ends: str, where: str = "") -> str:
+        """The alarm counts: it is written, and said in one line. tensors: where they are; ends: what follows. Its
+        sentence."""
+        self.first = replace(found, tensors=tensors)
+        self.write("watching")
+        said = sentence(self.first)
+        say(f"errcheck: {said}{where}; tensors {tensors}; {ends}")
+        return said
+
     def old(self) -> bool:
         """Whether the report is so old that a killed rank would not have left how far it came."""
         return time.monotonic() - self._written > _REPORT_S
@@ -90,7 +113,7 @@ class RankFindings:
             dp=self._parallel["dp"][0] if self._parallel["dp"][1] > 1 else 0,
             state=state,
             why=why,
-            kinds=self._kinds,
+            kinds=self.kinds,
             taps=self.taps,
             steps=self.steps,
             later=self._later,
@@ -111,19 +134,8 @@ FindSpace = Callable[[str, int], "Space | None"]
 MAX_GB = 1.0
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """A parameter of a module without its values. sample: see taps/params.py."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sample: str
-
-
-def fingerprint(name: str, tensor: torch.Tensor) -> Fingerprint:
-    """The fingerprint of a plain tensor as it is now."""
-    return Fingerprint(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), sample_hash(tensor))
+Fingerprint = tuple[str, str, tuple[int, ...], str]
+"""Of a parameter, without its values: name, dtype, shape, and the hash of a sample (taps/params.py)."""
 
 
 def finding(
@@ -260,10 +272,10 @@ def keep(
         if tap in watch.modules:
             session.module(watch.modules[tap])
     path = "" if alarm.tap == ROOT_TAP else alarm.tap
-    for p in params:
-        layout = layouts.param_event(path, p.name, p.shape)
-        head = TensorHead(alarm.tap, alarm.cls, f"param.{p.name}", layout=layout, sample=p.sample, once=True)
-        sink.line((template_of(head, p.dtype, p.shape, 0), None, 0, 0, StatsCell()))
+    for name, dtype, shape, sample in params:
+        layout = layouts.param_event(path, name, shape)
+        head = TensorHead(alarm.tap, alarm.cls, f"param.{name}", layout=layout, sample=sample, once=True)
+        sink.line((template_of(head, dtype, shape, 0), None, 0, 0, StatsCell()))
     for item in alarm.inputs:
         if item.tensor is None:
             sink.skip(alarm.tap, "changed in place before it could be kept", item.role)

@@ -20,11 +20,11 @@ from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import root_of
 from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
-from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION
-from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, fingerprint, keep
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION, is_plain
+from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, keep
 from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, parameters, watched
 from vllm_accprobe.capture.taps.hooks import Taps
-from vllm_accprobe.capture.taps.params import own_tensors
+from vllm_accprobe.capture.taps.params import own_tensors, sample_hash
 from vllm_accprobe.capture.vllm.batch import ChosenRows, distributes_encoder
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import (
@@ -36,11 +36,8 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     run_info,
 )
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 
-EXIT = "exit"
-SUBDIR = "errcheck"
 _LATE_STEPS = 4
 """Steps for which a finished request is remembered, because numbers of a device come late."""
 
@@ -58,16 +55,13 @@ class ErrcheckObserver(StepObserver):
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.watch: Watch | None = None
         self.taps: Taps | None = None
-        self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
-        self.exits = EXIT in config.errcheck
         self.config = dataclasses.replace(config, requests=(), tokens=(), steps=(), modules=())
         self._adapter = adapter
         self._batch = adapter.batch
         self._parallel = adapter.parallel
         self._requests = Requests(self.config)
         self._rows = ChosenRows(adapter.batch, self.config, self._requests)
-        root = root_of(config) / SUBDIR if config.enabled else root_of(config)
-        self.findings = RankFindings(root, self.kinds, self._parallel)
+        self.findings = RankFindings(root_of(config), config, self._parallel)
         self._loaded: dict[str, list[Fingerprint]] = {}
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
@@ -86,9 +80,9 @@ class ErrcheckObserver(StepObserver):
         if path in self._loaded:
             return
         self._loaded[path] = [
-            fingerprint(name, tensor)
+            (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), sample_hash(tensor))
             for name, tensor in own_tensors(module)
-            if tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
+            if is_plain(tensor)
         ]
         for name, bad in parameters(module):
             text = f"{path or ROOT_TAP}.{name}: {bad.nan:,} NaN, {bad.inf:,} Inf"
@@ -107,7 +101,7 @@ class ErrcheckObserver(StepObserver):
         self._layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
         self._run = run_info(runner, model, device, self._parallel, self.config.to_json())
         self.findings.settle()
-        watch = Watch(self.kinds, self._alarm, say, device, keep_bytes=1 << 28)
+        watch = Watch(self.config.errcheck, self._alarm, say, device, keep_bytes=1 << 28)
         self.taps = Taps(watch, functools.partial(watched, watch))
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
@@ -116,7 +110,7 @@ class ErrcheckObserver(StepObserver):
         findings.write("watching")
         unseen = compiles(runner.vllm_config, model)
         seen = "; modules inside compiled or captured graphs are not seen" if unseen else ""
-        say(f"errcheck: {', '.join(self.kinds)} in {findings.taps} modules{seen}; findings go to {findings.root}")
+        say(f"errcheck: {', '.join(findings.kinds)} in {findings.taps} modules{seen}; findings go to {findings.root}")
 
     def begin_step(self, step: EngineStep) -> None:
         watch = self.watch
@@ -201,12 +195,10 @@ class ErrcheckObserver(StepObserver):
                 )  # fmt: skip
             except Exception as error:  # a full disk, mostly: the finding itself is worth saying all the same
                 kept = f"not kept: {type(error).__name__}: {error}"
-        self.findings.first = first = dataclasses.replace(found, tensors=kept)
-        self.findings.write("watching")
-        ends = "the engine is stopped" if self.exits else "serving goes on"
-        say(f"errcheck: {sentence(first)}, rank {self._parallel['rank']}; tensors {kept}; {ends}")
-        if self.exits:
-            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {sentence(first)}")
+        ends = "the engine is stopped" if self.findings.exits else "serving goes on"
+        said = self.findings.tell(found, kept, ends, f", rank {self._parallel['rank']}")
+        if self.findings.exits:
+            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {said}")
 
     def _named(self, batch: list[Scheduled]) -> dict[int, Request]:
         found = {}
@@ -233,9 +225,7 @@ class ErrcheckObserver(StepObserver):
         if watch is None:
             return
         try:
-            watch.end()
-            if watch.dead is None:
-                watch.poll(wait=True)
+            watch.close()
             if self.taps is not None:
                 self.taps.remove()
             self.findings.write("closed" if watch.dead is None else "off", watch.dead or "")

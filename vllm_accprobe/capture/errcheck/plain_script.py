@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,11 +32,9 @@ from vllm_accprobe.capture.core.rows import Requests, Space
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.errcheck.findings import RankFindings, finding, keep
 from vllm_accprobe.capture.errcheck.watch import Alarm, Input, TapWatch, Watch, WatchedStep, parameters
-from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
 from vllm_accprobe.capture.padded_batch import Rectangle
-from vllm_accprobe.capture.taps.hooks import Tap, attributes
+from vllm_accprobe.capture.taps.hooks import Tap, attributes, instances
 from vllm_accprobe.config import ConfigError, ProbeConfig
-from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 _KNOWN = 64
@@ -49,7 +48,7 @@ class WatchedModel:
     that its watch broke."""
 
     def __init__(
-        self, config: ProbeConfig, kinds: tuple[str, ...], root: torch.nn.Module, prefix: str,
+        self, config: ProbeConfig, root: torch.nn.Module, prefix: str,
         found: Callable[[WatchedModel, Alarm], None],
     ):  # fmt: skip
         self.prefix, self._config = prefix, config
@@ -57,7 +56,7 @@ class WatchedModel:
         self._root = weakref.ref(root)
         devices = {t.device for t in root.parameters()} | {t.device for t in root.buffers()}
         device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")  # of several: read at once
-        self.watch = Watch(kinds, lambda alarm: found(self, alarm), say, device)
+        self.watch = Watch(config.errcheck, lambda alarm: found(self, alarm), say, device)
         self.taps: dict[int, tuple[weakref.ref[torch.nn.Module], TapWatch]] = {}
         self._number = -1
         self._learned_at = -1
@@ -66,23 +65,17 @@ class WatchedModel:
         self._rectangle = Rectangle(config, self._requests, root)
         self._named: list[str] = []
         self._arguments = list(inspect.signature(root.forward).parameters)
-        self._paused = Paused()
         self._learn()
 
     def _learn(self) -> None:
         """Learns the modules below the root; again where one is met that was not there."""
         root = self._root()
         assert root is not None
-        names: dict[int, list[str]] = {}
-        modules: dict[int, torch.nn.Module] = {}
-        for path, module in root.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(".".join(filter(None, (self.prefix, path))) or ROOT_TAP)
-            modules[id(module)] = module
-        for index, (key, module) in enumerate(modules.items()):
-            known = self.taps.get(key)
+        for index, (module, paths) in enumerate(instances(root)):
+            known = self.taps.get(id(module))
             if known is not None and known[0]() is module:
                 continue
-            taps, cls = names[key], type(module).__name__
+            taps, cls = [self._tap(path) for path in paths], type(module).__name__
             parts = {tap: HEAD if tap.rpartition(".")[2] == "lm_head" else LANGUAGE for tap in taps}
             forward = module.forward
             tap = Tap(taps, cls, forward, parts, frozenset(taps), False)
@@ -90,15 +83,18 @@ class WatchedModel:
             if isinstance(inner, Tap):  # a Probe's wrapper takes anything: the names are those of what is inside
                 tap.inputs = inner.inputs
             leaf = not any(True for _ in module.children())
-            self.taps[key] = weakref.ref(module), TapWatch(self.watch, tap, leaf)
+            self.taps[id(module)] = weakref.ref(module), TapWatch(self.watch, tap, leaf)
             for name in taps:
                 self.watch.module(Module(name, cls, index, attributes(module)))
+
+    def _tap(self, path: str) -> str:
+        return ".".join(filter(None, (self.prefix, path))) or ROOT_TAP
 
     def bad_parameters(self) -> list[tuple[str, str]]:
         """(sentence, tap) of each parameter that holds NaN or Inf."""
         root, found = self._root(), []
         for path, module in root.named_modules() if root is not None else ():
-            tap = ".".join(filter(None, (self.prefix, path))) or ROOT_TAP
+            tap = self._tap(path)
             found += [(f"{tap}.{n}: {bad.nan:,} NaN, {bad.inf:,} Inf", tap) for n, bad in parameters(module)]
         return found
 
@@ -124,29 +120,14 @@ class WatchedModel:
         step = watch.now
         if step is None:
             return original(module, *args, **kwargs)
-        entered = place = None
+        place = None
         try:
             place = self._place(module)
-            if place is not None:
-                if active_modes():
-                    with self._paused:
-                        entered = place.enter(step, args, kwargs)
-                else:
-                    entered = place.enter(step, args, kwargs)
         except Exception as error:
             watch.fail(type(module).__name__, error)
-        result = original(module, *args, **kwargs)
-        if entered is None or place is None:
-            return result
-        try:
-            if active_modes():
-                with self._paused:
-                    place.leave(step, entered, args, kwargs, result)
-            else:
-                place.leave(step, entered, args, kwargs, result)
-        except Exception as error:
-            watch.fail(type(module).__name__, error)
-        return result
+        if place is None:
+            return original(module, *args, **kwargs)
+        return place.call(step, MethodType(original, module), args, kwargs)
 
     def _place(self, module: torch.nn.Module) -> TapWatch | None:
         found = self.taps.get(id(module))
@@ -158,9 +139,6 @@ class WatchedModel:
         self._learn()
         found = self.taps.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
-
-    def end(self) -> None:
-        self.watch.end()
 
     def finding_of(self, alarm: Alarm, findings: RankFindings) -> tuple[Any, str]:
         """What is known of an alarm, and where its tensors are; None where only padding is bad."""
@@ -208,9 +186,7 @@ class WatchedModel:
 
     def close(self) -> None:
         try:
-            self.watch.end()
-            if self.watch.dead is None:
-                self.watch.poll(wait=True)
+            self.watch.close()
         except Exception as error:
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 
@@ -219,8 +195,6 @@ def _flat(item: Input, rows: Rectangle) -> Input:
     return item if item.tensor is None else replace(item, tensor=rows.flatten(item.tensor))
 
 
-EXIT = "exit"
-SUBDIR = "errcheck"
 _WORKERS = ("vllm.v1.worker.worker_base", "vllm.worker.worker_base")
 _now: ScriptWatch | None = None
 
@@ -252,8 +226,6 @@ class ScriptWatch:
     def __init__(self, config: ProbeConfig):
         self.pid = os.getpid()
         self.config = config
-        self.kinds = tuple(kind for kind in config.errcheck if kind != EXIT)
-        self.exits = EXIT in config.errcheck
         self.findings: RankFindings | None = None
         self.models: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModel] = weakref.WeakKeyDictionary()
         self._thread = threading.local()
@@ -299,7 +271,7 @@ class ScriptWatch:
                 if isinstance(module, torch.jit.ScriptModule):
                     return None
                 prefix = self._prefix(module) if self.models or self.findings else ""
-                found = WatchedModel(self.config, self.kinds, module, prefix, self.alarm)
+                found = WatchedModel(self.config, module, prefix, self.alarm)
                 self.models[module] = found
                 self._report(found)
             return None if found.watch.dead is not None or found.watch.now is not None else found
@@ -315,9 +287,7 @@ class ScriptWatch:
     def _report(self, model: WatchedModel) -> None:
         if self.findings is None:
             rank, world = process_rank()
-            root = self._root / SUBDIR if self.config.enabled else self._root
-            self.findings = RankFindings(root, self.kinds, {**unsplit(world), "rank": rank})
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.findings = RankFindings(self._root, self.config, {**unsplit(world), "rank": rank})
             self.findings.settle()
         self.findings.taps += len(model.taps)
         for text, tap in model.bad_parameters():
@@ -337,7 +307,7 @@ class ScriptWatch:
             return model.call(original, module, args, kwargs)
         finally:
             self._thread.model = None
-            model.end()
+            model.watch.end()
             if model.watch.dead is not None and not model.reported:
                 model.reported = True
                 findings.write("off", model.watch.dead)
@@ -356,12 +326,9 @@ class ScriptWatch:
         found, kept = model.finding_of(alarm, findings)
         if found is None:
             return
-        findings.first = first = replace(found, tensors=kept)
-        findings.write("watching")
-        ends = "the script is stopped" if self.exits else "the script goes on"
-        say(f"errcheck: {sentence(first)}; tensors {kept}; {ends}")
-        if self.exits:
-            self.stopping = ScriptExit(f"accprobe errcheck stops this script: {sentence(first)}")
+        said = findings.tell(found, kept, "the script is stopped" if findings.exits else "the script goes on")
+        if findings.exits:
+            self.stopping = ScriptExit(f"accprobe errcheck stops this script: {said}")
 
     def close(self) -> None:
         """Reads what is still on its way, and writes the last report. Never raises."""

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, NOTHING, address
 from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
-from vllm_accprobe.capture.taps.hooks import Tap, outputs
+from vllm_accprobe.capture.taps.hooks import Tap, innermost, outputs
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
 
@@ -249,11 +249,8 @@ class Check(NamedTuple):
     call: KeptCall | None
 
 
-@dataclass
-class PendingStep:
-    step: WatchedStep
-    hosts: dict[torch.dtype, torch.Tensor]
-    event: Any
+PendingStep = tuple[WatchedStep, dict[torch.dtype, torch.Tensor], Any]
+"""A step that is over, the numbers of its checks on their way to the host, and the event behind them."""
 
 
 def real_rows(step: WatchedStep, tensor: torch.Tensor) -> torch.Tensor:
@@ -272,10 +269,6 @@ def padded_rows(rows: int, inputs: list[tuple[str, torch.Tensor]]) -> int:
         if role == "input.positions" and tensor.dim():
             return max(rows, tensor.shape[-1])
     return rows
-
-
-def memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 NAN, OVERFLOW = "nan", "overflow"
@@ -336,7 +329,7 @@ class Watch:
         if step is None or self._slots is None or self.dead is not None:
             return
         try:
-            self.waiting.append(PendingStep(step, *self._slots.fetch(step.checks)))
+            self.waiting.append((step, *self._slots.fetch(step.checks)))
             self.poll()
         except Exception as error:
             self.fail("the end of a step", error)
@@ -344,16 +337,22 @@ class Watch:
     def poll(self, wait: bool = False) -> None:
         """Reads the numbers of steps that have arrived; with ``wait`` those of all."""
         while self.waiting and self._slots is not None:
-            first = self.waiting[0]
-            if first.event is not None:
-                if not wait and len(self.waiting) <= _BEHIND and not first.event.query():
+            step, hosts, event = self.waiting[0]
+            if event is not None:
+                if not wait and len(self.waiting) <= _BEHIND and not event.query():
                     return
-                first.event.synchronize()
+                event.synchronize()
             self.waiting.popleft()
             try:
-                self._read(first)
+                self._read(step, hosts)
             finally:
-                self._slots.give_back(first.hosts)
+                self._slots.give_back(hosts)
+
+    def close(self) -> None:
+        """Reads what is still on its way."""
+        self.end()
+        if self.dead is None:
+            self.poll(wait=True)
 
     def fail(self, where: str, error: BaseException) -> None:
         """Ends the watch because it is itself broken. Never raises."""
@@ -410,11 +409,11 @@ class Watch:
         bad = self._assess(step, dict(results)[check.role], check.part)
         if not bad:
             return None
-        own = {memory(tensor) for _, tensor in results}
+        own = {address(tensor) for _, tensor in results}
         inputs = []
         for role, tensor in call.tap.inputs(call.args, call.kwargs):
             found = call.copies.get(role) if call.copies is not None else None
-            if found is None and memory(tensor) in own:
+            if found is None and address(tensor) in own:
                 inputs.append(Input(role, None, UNKNOWN))
                 continue
             tensor = tensor if found is None else found
@@ -441,12 +440,12 @@ class Watch:
             self.now = None
         self._found(alarm)
 
-    def _read(self, pending: PendingStep) -> None:
+    def _read(self, step: WatchedStep, hosts: dict[torch.dtype, torch.Tensor]) -> None:
         """Finds the first bad number of a step."""
         first: Check | None = None
-        for dtype, numbers in pending.hosts.items():
+        for dtype, numbers in hosts.items():
             limit = LIMITS[dtype]
-            checks = pending.step.checks[dtype]
+            checks = step.checks[dtype]
             low, high = numbers[0, : len(checks)], numbers[1, : len(checks)]
             if not len(checks) or (bool(low.min() > -limit) and bool(high.max() < limit)):
                 continue
@@ -458,9 +457,11 @@ class Watch:
                 if bad and (first is None or check.order < first.order):
                     first = check
         if first is not None:
-            self.raise_alarm(pending.step, first)
+            self.raise_alarm(step, first)
 
 
+_Entered = tuple[str, int, int, "str | None", "dict[str, torch.Tensor] | None"]
+"""Of a call while it runs: name, number, the step's order, the part that ran before, copies of its inputs."""
 _LEARNING = 2
 """Calls after which it is believed to be known which inputs a module changes in place."""
 
@@ -473,33 +474,10 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
         tap.inputs = known.inputs
     owner = getattr(original, "__self__", None)
     place = TapWatch(watch, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
-    paused = Paused()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(*args, **kwargs)
-        step = watch.now
-        if step is None:
-            return original(*args, **kwargs)
-        try:
-            if active_modes():
-                with paused:
-                    entered = place.enter(step, args, kwargs)
-            else:
-                entered = place.enter(step, args, kwargs)
-        except Exception as error:
-            watch.fail(tap.names[0], error)
-            return original(*args, **kwargs)
-        result = original(*args, **kwargs)
-        try:
-            if active_modes():
-                with paused:
-                    place.leave(step, entered, args, kwargs, result)
-            else:
-                place.leave(step, entered, args, kwargs, result)
-        except Exception as error:
-            watch.fail(tap.names[0], error)
-        return result
+        step = None if is_compiling() else watch.now
+        return original(*args, **kwargs) if step is None else place.call(step, original, args, kwargs)
 
     return forward
 
@@ -509,19 +487,36 @@ class TapWatch:
 
     leaf: the module has no children; others change nothing that a child does not change before them."""
 
-    __slots__ = ("calls", "inplace", "tap", "watch")
+    __slots__ = ("calls", "inplace", "paused", "tap", "watch")
 
     def __init__(self, watch: Watch, tap: Tap, leaf: bool):
         self.watch = watch
         self.tap = tap
+        self.paused = Paused()
         self.calls = 0 if leaf else _LEARNING
         self.inplace: frozenset[str] = frozenset()
 
-    def enter(
-        self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, int, int, str | None, dict[str, torch.Tensor] | None]:
+    def call(
+        self, step: WatchedStep, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``original(*args, **kwargs)``, its outputs checked. A failure of the check ends the watch alone."""
+        try:
+            with self.paused if active_modes() else NOTHING:
+                entered = self._enter(step, args, kwargs)
+        except Exception as error:
+            self.watch.fail(self.tap.names[0], error)
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        try:
+            with self.paused if active_modes() else NOTHING:
+                self._leave(step, entered, args, kwargs, result)
+        except Exception as error:
+            self.watch.fail(self.tap.names[0], error)
+        return result
+
+    def _enter(self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entered:
         tap = self.tap
-        name = tap.names[0] if len(tap.names) == 1 else tap.name(step.stack)
+        name = innermost(tap.names, step.stack)
         number = step.calls.get(name, 0)
         step.calls[name] = number + 1
         before = step.inside
@@ -537,13 +532,8 @@ class TapWatch:
             copies = {role: tensor.clone() for role, tensor in found if role in self.inplace}
         return name, number, step.order, before, copies
 
-    def leave(
-        self,
-        step: WatchedStep,
-        entered: tuple[str, int, int, str | None, dict[str, torch.Tensor] | None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
+    def _leave(
+        self, step: WatchedStep, entered: _Entered, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         name, number, begun, before, copies = entered
         tap, watch = self.tap, self.watch
@@ -596,7 +586,7 @@ class TapWatch:
         return step.kept <= watch.keep_bytes
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]) -> None:
-        own = {memory(tensor) for _, tensor in results}
-        shared = [r for r, t in self.tap.inputs(args, kwargs) if t.is_floating_point() and memory(t) in own]
+        own = {address(tensor) for _, tensor in results}
+        shared = [r for r, t in self.tap.inputs(args, kwargs) if t.is_floating_point() and address(t) in own]
         if shared:
             self.inplace = self.inplace | frozenset(shared)

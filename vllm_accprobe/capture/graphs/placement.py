@@ -41,7 +41,7 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     tap_stats,
     tap_stats_each,
 )
-from vllm_accprobe.capture.taps.hooks import argument_names, innermost
+from vllm_accprobe.capture.taps.hooks import argument_names, innermost, instances
 
 _PRODUCTS = frozenset({"aten::mm", "aten::linear"})
 _SUMS = frozenset({"aten::add", "aten::add_"})
@@ -264,12 +264,9 @@ def watching(
     """
     sightings = Sightings()
     watch = _Watch(splitting, opaque)
-    names: dict[int, list[str]] = {}
     watched: list[str] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(path)
     with ExitStack() as stack:
-        for paths, module in [(names[id(module)], module) for module in model.modules()]:
+        for module, paths in instances(model):
             inside = any(path and (not region or path.startswith(region + ".")) for path in paths for region in regions)
             if inside and not isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
                 announce = module.register_forward_pre_hook(lambda module, args: watch.announced.add(id(module)))
@@ -320,19 +317,6 @@ def _inputs(
 _IN, _OUT, _FORWARD = "_accprobe_in", "_accprobe_out", "_accprobe_forward"
 
 
-@dataclass(frozen=True)
-class Spot:
-    """One tap: place among inputs or outputs, what it writes to and what it asks. cursor: None where it is called once
-    in a forward, and ``buffer`` then holds that call alone. measured: statistics are kept, and no rows."""
-
-    at: int | str
-    goes_in: bool
-    buffer: torch.Tensor
-    select: torch.Tensor
-    cursor: torch.Tensor | None = None
-    measured: bool = False
-
-
 class ModuleTaps:
     """The taps of ``module``; ``remove`` takes its hooks off and leaves the buffers, which graphs may know."""
 
@@ -341,19 +325,22 @@ class ModuleTaps:
         self._undo: list[Callable[[], None]] = []
         self._n = 0
 
-    def add(self, spot: Spot, bypassed: bool) -> None:
-        """Places one tap. bypassed: the module's hooks are never called."""
+    def add(
+        self, one: Sighting, buffer: torch.Tensor, select: torch.Tensor, cursor: torch.Tensor | None, measured: bool
+    ) -> None:
+        """Places the tap at ``one``: what it writes to and what it asks. cursor: None where it is called once in a
+        forward, and ``buffer`` then holds that call alone. measured: statistics are kept, and no rows."""
         module = self._module
         if not self._undo:
             module.__dict__[_IN] = module.__dict__[_OUT] = ()
-            self._stand(bypassed)
+            self._stand(one.bypassed)
         names = []
-        for kind, tensor in (("tap", spot.buffer), ("select", spot.select), ("cursor", spot.cursor)):
+        for kind, tensor in (("tap", buffer), ("select", select), ("cursor", cursor)):
             names.append("" if tensor is None else f"accprobe_{kind}_{self._n}")
             if tensor is not None:
                 module.register_buffer(names[-1], tensor, persistent=False)
-        side = _IN if spot.goes_in else _OUT
-        module.__dict__[side] = (*module.__dict__[side], (spot.at, *names, spot.measured))
+        side = _IN if one.goes_in else _OUT
+        module.__dict__[side] = (*module.__dict__[side], (one.at, *names, measured))
         self._n += 1
 
     def remove(self) -> None:
@@ -584,8 +571,8 @@ class Placed:
                 # A tensor object for each tap: a compiler that got one object for all of them would read the
                 # first one's place in a later process, too, where that module may not be chosen.
                 chosen, not_chosen = (self.stats_select, stats_off) if measured else (self.select, off)
-                spot = Spot(first.at, first.goes_in, buffer, (chosen if on else not_chosen)[:], cursor, measured)
-                modules.setdefault(id(first.module), ModuleTaps(first.module)).add(spot, first.bypassed)
+                taps_of = modules.setdefault(id(first.module), ModuleTaps(first.module))
+                taps_of.add(first, buffer, (chosen if on else not_chosen)[:], cursor, measured)
             self._modules = list(modules.values())
         for one in plan.placed:
             if chooses(one.path, one.cls):

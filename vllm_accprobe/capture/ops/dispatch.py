@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from vllm_accprobe.capture.core.session import Session, StepState
+from vllm_accprobe.capture.core.session import Session, StepState, address
 from vllm_accprobe.capture.ops.op_tensors import (
     CACHE,
     SMALL,
@@ -37,7 +37,6 @@ from vllm_accprobe.capture.ops.op_tensors import (
     TakenTensor,
     Takes,
     Touched,
-    address,
     inputs,
     outputs,
     touched,

@@ -21,7 +21,16 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.session import DTYPE_NAMES, OPERATOR, CellTicket, Session, Sites, StepState, Ticket
+from vllm_accprobe.capture.core.session import (
+    OPERATOR,
+    CellTicket,
+    Session,
+    Sites,
+    StepState,
+    Ticket,
+    address,
+    is_plain,
+)
 from vllm_accprobe.dump.journal import about_bytes
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
@@ -252,14 +261,6 @@ _ALIKE = 32
 """How many calls of an operator in one module and step are distinguished when it comes to what is known of them."""
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 for one that has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
 class Memory:
     """Whose memory a tensor lies in, by the address of its storage. ``refresh`` is called once per step.
 
@@ -320,7 +321,7 @@ class Takes:
 
     def refuses(self, tensor: torch.Tensor, where: int) -> str | None:
         """Why a tensor's values are not read, or None. where: its storage's address."""
-        if DTYPE_NAMES.get(tensor.dtype) is None or tensor.layout is not torch.strided:
+        if not is_plain(tensor):
             return f"not a plain tensor ({tensor.layout}, {tensor.dtype})".replace("torch.", "")
         if tensor.is_meta:
             return "without values (meta)"

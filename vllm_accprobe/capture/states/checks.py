@@ -13,8 +13,9 @@ Not here: the schedule (schedule.py), bytes (ledger.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,14 +54,24 @@ class StepRow:
 
 @dataclass(frozen=True)
 class MetadataCheck:
-    """Tensors that must arrive, and what then says what is wrong with them; numbers: how many are compared."""
+    """A tensor that must arrive, and what then says what is wrong with it. what: in a word; numbers: how many are
+    compared."""
 
-    tensors: tuple[torch.Tensor, ...]
-    compare: Callable[[Sequence[np.ndarray]], list[WrongNumber]]
+    what: str
+    tensor: torch.Tensor
+    compare: Callable[[np.ndarray], list[WrongNumber]]
     numbers: int
 
 
-def other_many(rows: Sequence[StepRow], given: int, what: str) -> WrongNumber:
+def _wrong(
+    kind: str, row: StepRow, block: int, how: str, last: int | None = None, slot: int | None = None, first: int = 0
+) -> WrongNumber:
+    """first, last: of the row's positions those that are concerned, counted from its start; None: all behind."""
+    high = row.start + (row.n - 1 if last is None else last)
+    return WrongNumber(kind, row.number, row.name, block, how, slot, row.start + first, high)
+
+
+def _other_many(rows: Sequence[StepRow], given: int, what: str) -> WrongNumber:
     how = f"there are {what} for {given} requests; the schedule has {len(rows)}"
     return WrongNumber(METADATA, rows[0].number if rows else -1, rows[0].name if rows else "", 0, how)
 
@@ -99,6 +110,7 @@ def must_change(tails: Mapping[int, tuple[np.ndarray, np.ndarray]], number: int,
     return bool((before[-tokens:] != behind[-tokens:]).any())
 
 
+SLOTS = "slots"
 _STATES = ("state_indices_tensor", "non_spec_state_indices_tensor")
 _INITIAL = ("has_initial_states_p", "has_initial_states", "has_initial_state")
 
@@ -133,16 +145,18 @@ def state_checks(
     for tensor, which in parts:
         first = tensor if tensor.dim() == 1 else tensor[:, 0]
         some = [rows[i] for i in which]
-        found.append(MetadataCheck((first[: len(which)],), _States(some, demanded[which], holders), len(which)))
+        compare = partial(_states, some, demanded[which], holders)
+        found.append(MetadataCheck("states", first[: len(which)], compare, len(which)))
     initial = next((t for n in _INITIAL if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if initial is not None and mask is None and 0 < len(initial) <= len(rows):
-        last = _Initial(rows[-len(initial) :], demanded[-len(initial) :])
-        found.append(MetadataCheck((initial,), last, len(initial)))
+        compare = partial(_initial, rows[-len(initial) :], demanded[-len(initial) :])
+        found.append(MetadataCheck("initial", initial, compare, len(initial)))
     counts = getattr(metadata, "num_accepted_tokens", None)
     if isinstance(counts, torch.Tensor) and not slack:
         some = rows if mask is None else [row for row, drafts in zip(rows, drafting, strict=True) if drafts]
         if len(counts) >= len(some) > 0:
-            found.append(MetadataCheck((counts[: len(some)],), _Accepted(some, demanded), len(some)))
+            compare = partial(_accepted, some, demanded)
+            found.append(MetadataCheck("accepted", counts[: len(some)], compare, len(some)))
     return found, []
 
 
@@ -158,54 +172,40 @@ def _indices(metadata: Any) -> torch.Tensor | None:
     return next((t for n in _STATES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
 
 
-class _States:
+def _states(
+    rows: Sequence[StepRow], demanded: np.ndarray, holders: Callable[[int], str], arrived: np.ndarray
+) -> list[WrongNumber]:
     """Whose state each row continues."""
-
-    def __init__(self, rows: Sequence[StepRow], demanded: np.ndarray, holders: Callable[[int], str]):
-        self.rows, self.demanded, self.holders = rows, demanded, holders
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        given = arrived[0].astype(np.int64)
-        if len(given) != len(self.demanded):
-            return [other_many(self.rows, len(given), "state indices")]
-        found = []
-        for i in np.flatnonzero(given != self.demanded).tolist():
-            row, block = self.rows[i], int(given[i])
-            how = f"its state is taken from block {block}, {self.holders(block)}; the schedule demands block "
-            how += str(int(self.demanded[i]))
-            found.append(WrongNumber(OTHER, row.number, row.name, block, how, None, row.start, row.start + row.n - 1))
-        return found
+    given = arrived.astype(np.int64)
+    if len(given) != len(demanded):
+        return [_other_many(rows, len(given), "state indices")]
+    found = []
+    for i in np.flatnonzero(given != demanded).tolist():
+        block = int(given[i])
+        how = f"its state is taken from block {block}, {holders(block)}; the schedule demands block {demanded[i]}"
+        found.append(_wrong(OTHER, rows[i], block, how))
+    return found
 
 
-class _Initial:
+def _initial(rows: Sequence[StepRow], blocks: np.ndarray, arrived: np.ndarray) -> list[WrongNumber]:
     """Whether a row begins with a state, or with none."""
-
-    def __init__(self, rows: Sequence[StepRow], blocks: np.ndarray):
-        self.rows, self.blocks = rows, blocks
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        found = []
-        for row, block, given in zip(self.rows, self.blocks, arrived[0].astype(bool).tolist(), strict=True):
-            if given != (row.start > 0):
-                has = "begins with whatever its block holds" if given else "begins without the state of its prefix"
-                how = f"it {has}; the schedule demands {'none' if given else 'it'} at position {row.start}"
-                found.append(WrongNumber(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
-        return found
+    found = []
+    for row, block, given in zip(rows, blocks, arrived.astype(bool).tolist(), strict=True):
+        if given != (row.start > 0):
+            has = "begins with whatever its block holds" if given else "begins without the state of its prefix"
+            how = f"it {has}; the schedule demands {'none' if given else 'it'} at position {row.start}"
+            found.append(_wrong(OTHER, row, int(block), how, 0))
+    return found
 
 
-class _Accepted:
+def _accepted(rows: Sequence[StepRow], blocks: np.ndarray, arrived: np.ndarray) -> list[WrongNumber]:
     """How many of the last step's drafts were accepted, which chooses the state that a row goes on from."""
-
-    def __init__(self, rows: Sequence[StepRow], blocks: np.ndarray):
-        self.rows, self.blocks = rows, blocks
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        found = []
-        for row, block, given in zip(self.rows, self.blocks, arrived[0].tolist(), strict=False):
-            if row.accepted is not None and given != row.accepted:
-                how = f"{given} tokens were reported as accepted in its last step; it continued by {row.accepted}"
-                found.append(WrongNumber(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
-        return found
+    return [
+        _wrong(OTHER, row, int(block),
+               f"{given} tokens were reported as accepted in its last step; it continued by {row.accepted}", 0)
+        for row, block, given in zip(rows, blocks, arrived.tolist(), strict=False)
+        if row.accepted is not None and given != row.accepted
+    ]  # fmt: skip
 
 
 def metadata_checks(
@@ -229,143 +229,106 @@ def metadata_checks(
     slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
     if isinstance(slots, torch.Tensor) and slots.dim() == 1:
         demanded = np.concatenate([schedule.slots(g, one) for one in requests])
-        compare = SlotsCheck(rows, demanded, group.block_size, slack, holders)
-        found.append(MetadataCheck((slots[: len(demanded)],), compare, len(demanded)))
+        compare = partial(_slots, rows, demanded, group.block_size, slack, holders)
+        found.append(MetadataCheck(SLOTS, slots[: len(demanded)], compare, len(demanded)))
     else:
         missing.append("metadata without a slot mapping")
-    lengths = getattr(metadata, "seq_lens", None)
-    if isinstance(lengths, torch.Tensor) and lengths.dim() == 1:
-        found.append(MetadataCheck((lengths[: len(rows)],), _Lengths(rows, slack), len(rows)))
-    begins = getattr(metadata, "query_start_loc", None)
-    if isinstance(begins, torch.Tensor) and begins.dim() == 1:
-        found.append(MetadataCheck((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
+    for what, name, check, more in (
+        ("lengths", "seq_lens", partial(_lengths, rows, slack), 0),
+        ("begins", "query_start_loc", partial(_begins, rows), 1),
+    ):
+        numbers = getattr(metadata, name, None)
+        if isinstance(numbers, torch.Tensor) and numbers.dim() == 1:
+            found.append(MetadataCheck(what, numbers[: len(rows) + more], check, len(rows)))
     table = next((t for n in BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if table is not None and table.dim() == 2:
         columns = [schedule.touched(g, one) for one in requests]
-        compare_tables = _Tables(rows, columns, split, holders, group.block_size)
-        found.append(MetadataCheck((table[: len(rows)],), compare_tables, sum(map(len, columns))))
+        compare = partial(_tables, rows, columns, split, holders, group.block_size)
+        found.append(MetadataCheck("tables", table[: len(rows)], compare, sum(map(len, columns))))
     else:
         missing.append("metadata without a block table")
     return found, missing
 
 
-class SlotsCheck:
+def _slots(
+    rows: list[StepRow], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str], given: np.ndarray
+) -> list[WrongNumber]:
     """Where rows are written."""
-
-    def __init__(self, rows: list[StepRow], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str]):
-        self.rows, self.demanded, self.size, self.slack, self.holders = rows, demanded, size, slack, holders
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        given = arrived[0]
-        if len(given) == len(self.demanded) and (given == self.demanded).all():
-            return []
-        if len(given) < len(self.demanded):
-            row = self.rows[0]
-            how = f"{len(given)} slots for {len(self.demanded)} rows"
-            return [WrongNumber(METADATA, row.number, row.name, 0, how)]
-        return list(self._wrong(given))
-
-    def _wrong(self, given: np.ndarray) -> Iterator[WrongNumber]:
-        at = 0
-        for row in self.rows:
-            mine, demanded = given[at : at + row.n], self.demanded[at : at + row.n]
-            at += row.n
-            if (mine == demanded).all() or any(
-                (mine == self._of(row, row.start - back)).all() for back in range(1, min(self.slack, row.start) + 1)
-            ):
-                continue
-            bad = np.flatnonzero(mine != demanded)
-            i = int(bad[0])
-            slot, block = int(mine[i]), int(mine[i]) // self.size
-            goes = "nowhere" if slot < 0 else f"to slot {slot} of block {block}, {self.holders(block)}"
-            more = f" ({len(bad)} rows of this request)" if len(bad) > 1 else ""
-            how = f"its row is written {goes}; the schedule demands slot {int(demanded[i])}{more}"
-            position = row.start + i
-            wanted = int(demanded[i]) // self.size
-            yield WrongNumber(
-                STALE, row.number, row.name, wanted, how, int(demanded[i]), position, row.start + int(bad[-1])
-            )
-
-    def _of(self, row: StepRow, start: int) -> np.ndarray:
-        positions = np.arange(start, start + row.n)
-        columns = np.minimum(positions // self.size, len(row.table) - 1)
-        return np.asarray(row.table[columns] * self.size + positions % self.size)
+    if len(given) == len(demanded) and (given == demanded).all():
+        return []
+    if len(given) < len(demanded):
+        how = f"{len(given)} slots for {len(demanded)} rows"
+        return [WrongNumber(METADATA, rows[0].number, rows[0].name, 0, how)]
+    found, at = [], 0
+    for row in rows:
+        mine, wanted = given[at : at + row.n], demanded[at : at + row.n]
+        at += row.n
+        if (mine == wanted).all() or any(
+            (mine == _slots_of(row, row.start - back, size)).all() for back in range(1, min(slack, row.start) + 1)
+        ):
+            continue
+        bad = np.flatnonzero(mine != wanted)
+        i = int(bad[0])
+        slot, block = int(mine[i]), int(mine[i]) // size
+        goes = "nowhere" if slot < 0 else f"to slot {slot} of block {block}, {holders(block)}"
+        more = f" ({len(bad)} rows of this request)" if len(bad) > 1 else ""
+        how = f"its row is written {goes}; the schedule demands slot {int(wanted[i])}{more}"
+        found.append(_wrong(STALE, row, int(wanted[i]) // size, how, int(bad[-1]), int(wanted[i]), i))
+    return found
 
 
-class _Lengths:
+def _slots_of(row: StepRow, start: int, size: int) -> np.ndarray:
+    positions = np.arange(start, start + row.n)
+    columns = np.minimum(positions // size, len(row.table) - 1)
+    return np.asarray(row.table[columns] * size + positions % size)
+
+
+def _lengths(rows: list[StepRow], slack: int, arrived: np.ndarray) -> list[WrongNumber]:
     """How far each request is read."""
-
-    def __init__(self, rows: list[StepRow], slack: int):
-        self.rows, self.slack = rows, slack
-        self.demanded = np.array([row.start + row.n for row in rows])
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        given = arrived[0].astype(np.int64)
-        if len(given) != len(self.demanded):
-            return [other_many(self.rows, len(given), "lengths")]
-        short = self.demanded - given
-        found = []
-        for i in np.flatnonzero((short < 0) | (short > self.slack)).tolist():
-            row = self.rows[i]
-            how = f"its length is {int(given[i])}; the schedule demands {int(self.demanded[i])}"
-            block = int(row.table[-1]) if len(row.table) else 0
-            found.append(
-                WrongNumber(METADATA, row.number, row.name, block, how, None, row.start, row.start + row.n - 1)
-            )
-        return found
+    given, demanded = arrived.astype(np.int64), np.array([row.start + row.n for row in rows])
+    if len(given) != len(demanded):
+        return [_other_many(rows, len(given), "lengths")]
+    short = demanded - given
+    return [
+        _wrong(METADATA, rows[i], int(rows[i].table[-1]) if len(rows[i].table) else 0,
+               f"its length is {given[i]}; the schedule demands {demanded[i]}")
+        for i in np.flatnonzero((short < 0) | (short > slack)).tolist()
+    ]  # fmt: skip
 
 
-class _Begins:
+def _begins(rows: list[StepRow], given: np.ndarray) -> list[WrongNumber]:
     """Where each request's rows begin."""
-
-    def __init__(self, rows: list[StepRow]):
-        self.rows = rows
-        self.demanded = np.cumsum([0, *(row.n for row in rows)])
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        given = arrived[0]
-        if len(given) != len(self.demanded):
-            return [other_many(self.rows, len(given) - 1, "first rows")]
-        found = []
-        for i in np.flatnonzero(given != self.demanded).tolist():
-            row = self.rows[min(i, len(self.rows) - 1)]
-            how = f"row {int(given[i])} is its first; the schedule demands {int(self.demanded[i])}"
-            found.append(WrongNumber(METADATA, row.number, row.name, int(row.table[0]) if len(row.table) else 0, how))
-        return found[:1]
+    demanded = np.cumsum([0, *(row.n for row in rows)])
+    if len(given) != len(demanded):
+        return [_other_many(rows, len(given) - 1, "first rows")]
+    for i in np.flatnonzero(given != demanded).tolist():
+        row = rows[min(i, len(rows) - 1)]
+        how = f"row {given[i]} is its first; the schedule demands {demanded[i]}"
+        return [WrongNumber(METADATA, row.number, row.name, int(row.table[0]) if len(row.table) else 0, how)]
+    return []
 
 
-class _Tables:
+def _tables(
+    rows: list[StepRow], columns: list[np.ndarray], split: int, holders: Callable[[int], str], size: int,
+    table: np.ndarray,
+) -> list[WrongNumber]:  # fmt: skip
     """Which blocks each request reads and writes."""
-
-    def __init__(
-        self, rows: list[StepRow], columns: list[np.ndarray], split: int, holders: Callable[[int], str], size: int
-    ):
-        self.rows, self.split, self.holders, self.size = rows, split, holders, size
-        of = np.repeat(np.arange(len(rows)), [len(c) for c in columns])
-        at = np.concatenate(columns)
-        blocks = np.concatenate([row.table[c] for row, c in zip(rows, columns, strict=True)])
-        inner = np.arange(split)
-        self.of = np.repeat(of, split)
-        self.at = (at[:, None] * split + inner).ravel()
-        self.demanded = (blocks[:, None] * split + inner).ravel()
-
-    def __call__(self, arrived: Sequence[np.ndarray]) -> list[WrongNumber]:
-        table = arrived[0]
-        if len(table) != len(self.rows) or table.shape[1] <= self.at.max(initial=-1):
-            return [other_many(self.rows, len(table), f"block tables of {table.shape[1]} columns")]
-        given = table[self.of, self.at]
-        wrong = np.flatnonzero(given != self.demanded)
-        found: dict[int, WrongNumber] = {}
-        for i in wrong.tolist():
-            row = self.rows[int(self.of[i])]
-            if row.number in found:
-                continue
-            block, demanded = int(given[i]) // self.split, int(self.demanded[i]) // self.split
-            column = int(self.at[i]) // self.split
+    inner = np.arange(split)
+    of = np.repeat(np.repeat(np.arange(len(rows)), [len(c) for c in columns]), split)
+    at = (np.concatenate(columns)[:, None] * split + inner).ravel()
+    blocks = np.concatenate([row.table[c] for row, c in zip(rows, columns, strict=True)])
+    demanded = (blocks[:, None] * split + inner).ravel()
+    if len(table) != len(rows) or table.shape[1] <= at.max(initial=-1):
+        return [_other_many(rows, len(table), f"block tables of {table.shape[1]} columns")]
+    given = table[of, at]
+    found: dict[int, WrongNumber] = {}
+    for i in np.flatnonzero(given != demanded).tolist():
+        row, block, column = rows[int(of[i])], int(given[i]) // split, int(at[i]) // split
+        if row.number not in found:
             how = (
-                f"its block table names block {block} in column {column}, {self.holders(block)}; the schedule demands "
-                f"block {demanded}"
+                f"its block table names block {block} in column {column}, {holders(block)}; the schedule demands "
+                f"block {int(demanded[i]) // split}"
             )
-            low = column * self.size
-            found[row.number] = WrongNumber(METADATA, row.number, row.name, block, how, None, low, low + self.size - 1)
-        return list(found.values())
+            low = column * size
+            found[row.number] = WrongNumber(METADATA, row.number, row.name, block, how, None, low, low + size - 1)
+    return list(found.values())

@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from vllm_accprobe.capture.core.rows import external_ids
-from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, metadata_checks, must_change, token_tails
+from vllm_accprobe.capture.states.checks import SLOTS, WrongNumber, metadata_checks, must_change, token_tails
 from vllm_accprobe.capture.states.schedule import (
     COPIED,
     ENDED,
@@ -898,15 +898,15 @@ class BlockLedger:
             self.bytes.unseen[reason] += 1
         known = _known(metadata)
         if self.mode == OWNERS and self.schedule.groups[g].chunk:  # backends cut such requests into several
-            found = [check for check in found if isinstance(check.compare, SlotsCheck)]
+            found = [check for check in found if check.what == SLOTS]
         for check in found:
             self.held += check.numbers
-            kind = g, type(check.compare).__name__
+            kind = g, check.what
 
             def compare(
                 arrived: Sequence[np.ndarray], check: Any = check, step: int = self.bytes.step, kind: Any = kind
             ) -> None:
-                wrong = check.compare(arrived)
+                wrong = check.compare(arrived[0])
                 if not wrong:
                     self._right.add(kind)
                 elif self.mode == OWNERS and not known and kind not in self._right:
@@ -915,7 +915,7 @@ class BlockLedger:
                 for one in wrong:
                     self.findings.wrong_number(g, one, self.groups[g], self._names[g], step)
 
-            self.arrivals.bring(check.tensors, compare)
+            self.arrivals.bring([check.tensor], compare)
 
     def _holder(self, block: int) -> str:
         """Whose a block is, for a sentence."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,9 @@ class CacheLayers:
         self.skipped: Counter[str] = Counter()
         self.groups: list[CacheGroup] = []
         self.layers: list[list[Layer]] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.close = self._undo.close
+        """All of them are as they were."""
         self._modules: dict[str, Any] = {}
         self.memory: dict[int, int] = {}
         """By group of states, how many tokens a convolution's state holds; see checks.must_change."""
@@ -172,13 +175,14 @@ class CacheLayers:
                 if impl is None:
                     self._hook_module(module, layer, enters, wrote, leaves)
                 elif callable(getattr(impl, _UPDATE, None)) and not _within(module):
-                    self._undo.append(override(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
+                    update = _updating(getattr(impl, _UPDATE), layer, enters, wrote)
+                    self._undo.callback(override(impl, _UPDATE, update))
                     for name in _FORWARDS:
                         if callable(reads := getattr(impl, name, None)):
-                            self._undo.append(override(impl, name, _with_moments(reads, layer, (), (leaves,))))
+                            self._undo.callback(override(impl, name, _with_moments(reads, layer, (), (leaves,))))
                 elif callable(getattr(impl, "forward", None)):
                     whole = _with_moments(impl.forward, layer, (enters,), (wrote, leaves))
-                    self._undo.append(override(impl, "forward", whole))
+                    self._undo.callback(override(impl, "forward", whole))
                 else:
                     self.skipped["attention without a forward of its own"] += 1
                     layers.remove(layer)
@@ -194,12 +198,8 @@ class CacheLayers:
             leaves(layer)
 
         handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-        self._undo += [handle.remove for handle in handles]
-
-    def close(self) -> None:
-        """All of them are as they were."""
-        while self._undo:
-            self._undo.pop()()
+        for handle in handles:
+            self._undo.callback(handle.remove)
 
 
 def _within(module: Any) -> bool:
@@ -480,7 +480,7 @@ class StatesObserver(StepObserver):
         if self.dead is not None:
             skipped[self.dead] += 1
         for _, what in ledger.strange_metadata:
-            skipped[f"metadata that were never right, and mean something else here ({what.strip('_').lower()})"] += 1
+            skipped[f"metadata that were never right, and mean something else here ({what})"] += 1
         if self.mode == OWNERS and self._capture() is None:
             return
         totals = StateTotals(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import PurePath
 from types import CodeType
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_accprobe.capture.core.attribute_override import override
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState, Ticket
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, Ticket
 from vllm_accprobe.config import ProbeConfig, words_choose
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
@@ -161,36 +162,34 @@ class Inputs:
     """Names what goes into calls of one callable, whose positional arguments are called ``arguments``; ``spread`` is
     the prefix of what ``*args`` swallows."""
 
-    __slots__ = ("_named", "_positional", "_spread")
+    __slots__ = ("_named", "_named_so", "_positional", "_spread")
 
     def __init__(self, arguments: list[str], spread: str):
         self._positional = ["input." + name for name in arguments]
+        self._named_so = len(arguments)
         self._spread = f"input.{spread}"
         self._named: dict[str, str] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """All tensors that go into a call, with their roles."""
         found: list[tuple[str, torch.Tensor]] = []
-        for position, value in enumerate(args):
+        while len(self._positional) < len(args):
+            self._positional.append(f"{self._spread}{len(self._positional) - self._named_so}")
+        for role, value in zip(self._positional, args, strict=False):
             if isinstance(value, _Tensor):
-                found.append((self._role(position), value))
+                found.append((role, value))
             elif type(value) not in _PLAIN:
-                found += flatten(self._role(position), value, nested=True)
+                found += flatten(role, value, nested=True)
         for name, value in kwargs.items():
             if type(value) not in _PLAIN:
-                role = self._named.get(name)
-                if role is None:
-                    role = self._named[name] = "input." + name
+                named = self._named.get(name)
+                if named is None:
+                    named = self._named[name] = "input." + name
                 if isinstance(value, _Tensor):
-                    found.append((role, value))
+                    found.append((named, value))
                 else:
-                    found += flatten(role, value, nested=True)
+                    found += flatten(named, value, nested=True)
         return found
-
-    def _role(self, position: int) -> str:
-        if position >= len(self._positional):
-            return f"{self._spread}{position - len(self._positional)}"
-        return self._positional[position]
 
 
 def outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
@@ -237,6 +236,14 @@ def chooses(config: ProbeConfig, path: str, cls: str) -> bool:
 def picks(words: Sequence[str], path: str, cls: str) -> bool:
     """Whether such globs, presets and class names choose the module at ``path``."""
     return words_choose(words, path or ROOT_TAP, path, cls)
+
+
+def instances(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:
+    """Each module of ``model`` once, with all its paths, "" for the root, in the model's order."""
+    found: dict[int, tuple[torch.nn.Module, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), (module, []))[1].append(path)
+    return list(found.values())
 
 
 _MOST_SOURCE = 300
@@ -300,17 +307,13 @@ class Tap:
         """By kind of step (prefill: 1) and role: calls after which an input was found unchanged."""
         self.sites: dict[str, Sites] = {name: {} for name in names}
 
-    def name(self, stack: list[str]) -> str:
-        """The tap's path; of a shared instance the one that lies in the innermost running module."""
-        return innermost(self.names, stack)
-
 
 def innermost(names: Sequence[str], running: Sequence[str]) -> str:
-    """Of a module's several ``names`` the one that lies in the innermost module that runs."""
+    """Of a module's several ``names`` the one that lies in the innermost module that runs, or is it."""
     if len(names) > 1:
         for path in reversed(running):
             for name in names:
-                if name.startswith(path + "."):
+                if name == path or name.startswith(path + "."):
                     return name
     return names[0]
 
@@ -319,6 +322,7 @@ def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable
     """``original`` with inputs taken before and outputs after, in armed steps; otherwise one attribute and a branch.
     While torch.compile traces the call, nothing is taken."""
     is_compiling = torch.compiler.is_compiling
+    first, shared, cls, all_checks = tap.names[0], len(tap.names) > 1, tap.cls, tap.checks
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # first, so that nothing of ours becomes a guard of the compiled graph
@@ -326,75 +330,54 @@ def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable
         state = session.state
         if state is None:
             return original(*args, **kwargs)
+        changeable: list[tuple[str, torch.Tensor, Ticket]] = []
         try:
             state.taking += 1
-            call = _enter(session, state, tap, args, kwargs)
+            name = innermost(tap.names, state.stack) if shared else first
+            part, before = tap.parts[name], state.inside
+            number = state.calls.get(name, 0)
+            state.calls[name] = number + 1
+            if tap.is_root:
+                state.inside = LANGUAGE
+            elif part == HEAD:
+                state.inside = HEAD
+            if state.inside == HEAD:
+                part = HEAD
+            state.stack.append(name)
+            chosen, checks, sites, take = name in tap.chosen, all_checks[state.prefill], tap.sites[name], session.take
+            if chosen:
+                session.fired.add(name)
+                if session.takes_inputs:
+                    for role, tensor in tap.inputs(args, kwargs):
+                        if checks.get(role, 0) >= _CHECKS:
+                            take(state, sites, name, cls, role, number, tensor, part)
+                        else:
+                            changeable.append((role, tensor, Ticket()))
+                            take(state, sites, name, cls, role, number, tensor, part, changeable[-1][2])
             state.taking -= 1
         except Exception as error:
-            session.fail(tap.names[0], error)
+            session.fail(first, error)
             return original(*args, **kwargs)
         result = original(*args, **kwargs)
         try:
             state.taking += 1
-            _leave(session, state, tap, call, result)
+            if state.stack and state.stack[-1] == name:
+                state.stack.pop()
+            state.inside = before
+            if chosen and session.state is state:
+                if session.takes_outputs:
+                    for role, tensor in outputs(result):
+                        take(state, sites, name, cls, role, number, tensor, part)
+                for role, tensor, ticket in changeable:
+                    after, changed = "inplace." + role.partition(".")[2], _verdict(checks, role)
+                    take(state, sites, name, cls, after, number, tensor, part, None, ticket, changed)
             state.taking -= 1
         except Exception as error:
-            session.fail(tap.names[0], error)
+            session.fail(first, error)
         return result
 
     forward.__accprobe__ = tap  # type: ignore[attr-defined]
     return forward
-
-
-_Taken = list[tuple[str, torch.Tensor, Ticket]]
-_Call = tuple[str, int, str, "str | None", "_Taken | None"]
-"""Name, number and part of the running call, the part that was running before, inputs that are to be checked."""
-
-
-def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
-    name = tap.names[0] if len(tap.names) == 1 else tap.name(state.stack)
-    part = tap.parts[name]
-    number = state.calls.get(name, 0)
-    state.calls[name] = number + 1
-    before = state.inside
-    if tap.is_root:
-        state.inside = LANGUAGE
-    elif part == HEAD:
-        state.inside = HEAD
-    if state.inside == HEAD:
-        part = HEAD
-    state.stack.append(name)
-    taken: _Taken | None = None
-    if name in tap.chosen:
-        session.fired.add(name)
-        if session.takes_inputs:
-            checks, sites, cls, take = tap.checks[state.prefill], tap.sites[name], tap.cls, session.take
-            for role, tensor in tap.inputs(args, kwargs):
-                if checks.get(role, 0) >= _CHECKS:
-                    take(state, sites, name, cls, role, number, tensor, part)
-                    continue
-                ticket = Ticket()
-                taken = taken or []
-                taken.append((role, tensor, ticket))
-                take(state, sites, name, cls, role, number, tensor, part, ticket)
-    return name, number, part, before, taken
-
-
-def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: Any) -> None:
-    name, number, part, before, taken = call
-    if state.stack and state.stack[-1] == name:
-        state.stack.pop()
-    state.inside = before
-    if name not in tap.chosen or session.state is not state:
-        return
-    sites, cls, take = tap.sites[name], tap.cls, session.take
-    if session.takes_outputs:
-        for role, tensor in outputs(result):
-            take(state, sites, name, cls, role, number, tensor, part)
-    for role, tensor, ticket in taken or ():
-        after = "inplace." + role.partition(".")[2]
-        changed = _verdict(tap.checks[state.prefill], role)
-        take(state, sites, name, cls, after, number, tensor, part, None, ticket, changed)
 
 
 def _verdict(checks: dict[str, int], role: str) -> Callable[[bool], None]:
@@ -428,7 +411,9 @@ class Taps:
     def __init__(self, owner: TapOwner, wrapper: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
         self._owner = owner
         self._wrapper = wrapper
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.remove = self._undo.close
+        """Takes all taps off the model, the last one first."""
         self._norms: dict[type, dict[int, tuple[_Passed, Callable[..., Any]]]] = {}
         self.taps: list[Tap] = []
 
@@ -438,14 +423,9 @@ class Taps:
         language_prefix: path of the language model inside a multi-modal one; what lies outside it, except the root,
         is the vision part. "" for a language model.
         """
-        names: dict[int, list[str]] = {}
-        modules: dict[int, torch.nn.Module] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(path)
-            modules[id(module)] = module
-        shared_parents = {name.rpartition(".")[0] for paths in names.values() if len(paths) > 1 for name in paths}
-        for index, (key, module) in enumerate(modules.items()):
-            paths = names[key]
+        found = instances(model)
+        shared_parents = {name.rpartition(".")[0] for _, paths in found if len(paths) > 1 for name in paths}
+        for index, (module, paths) in enumerate(found):
             cls = type(module).__name__
             chosen = frozenset(path or ROOT_TAP for path in paths if chooses(self._owner.config, path, cls))
             needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
@@ -467,15 +447,10 @@ class Taps:
                 self.taps.append(Tap(taps, cls, passed, parts, chosen, False))
                 owner = next((c for c in type(module).__mro__ if _BOTH_NORMS in c.__dict__), None)
                 if owner is not None:
-                    self._norms.setdefault(owner, {})[key] = passed, self._wrapper(self.taps[-1], passed)
+                    self._norms.setdefault(owner, {})[id(module)] = passed, self._wrapper(self.taps[-1], passed)
         for norms, taken in self._norms.items():
             self._wrap_both_norms(norms, taken)
         self._norms = {}
-
-    def remove(self) -> None:
-        """Takes all taps off the model, the last one first."""
-        while self._undo:
-            self._undo.pop()()
 
     def narrow(self, words: tuple[str, ...] | None) -> frozenset[str] | None:
         """Of the tapped modules only those are taken from now on that ``words`` pick (see `picks`); None: all. What
@@ -517,7 +492,7 @@ class Taps:
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
-        self._undo.append(override(module, "forward", self._wrapper(tap, original)))
+        self._undo.callback(override(module, "forward", self._wrapper(tap, original)))
         self.taps.append(tap)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
@@ -538,7 +513,7 @@ class Taps:
             self._owner.skip(taps[0], "its quantisation method cannot be wrapped")
             return
         self.taps.append(tap)
-        self._undo.append(lambda: method.__dict__.pop("apply", None))
+        self._undo.callback(lambda: method.__dict__.pop("apply", None))
 
 
     def _wrap_both_norms(self, norms: type, taken: Mapping[int, tuple[_Passed, Callable[..., Any]]]) -> None:
@@ -569,7 +544,7 @@ class Taps:
             if norms.__dict__.get(_BOTH_NORMS) is wrapped:
                 setattr(norms, _BOTH_NORMS, before)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
 
 _BOTH_NORMS = "forward_qkv"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session, is_plain
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import digest, template_of
@@ -86,15 +86,14 @@ class ParameterLines:
             return
         self._done.add((path, name))
         tap = path or ROOT_TAP
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized:
+        if not is_plain(tensor):
             session.sink.skip(tap, "not a plain tensor", f"param.{name}")
             return
         shape = tuple(tensor.shape)
         layout = session.layouts.param_event(path, name, shape)
         tensor = tensor.detach()
         head = TensorHead(tap, cls, f"param.{name}", layout=layout, sample=sample_hash(tensor), once=True)
-        template = template_of(head, dtype, shape, tensor.nbytes)
+        template = template_of(head, DTYPE_NAMES[tensor.dtype], shape, tensor.nbytes)
         if self.stored:
             session.sink.parameter(template, tensor)
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState
 from vllm_accprobe.capture.labels import Labels, set_label
-from vllm_accprobe.capture.taps.hooks import Taps, chooses, outputs
+from vllm_accprobe.capture.taps.hooks import Taps, chooses, innermost, instances, outputs
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.patching.install import insertions, install, loaded, package_root, package_version, remove
 from vllm_accprobe.patching.schema import Patch, PatchError, TapSpec, Target, choose, in_range, numbers
@@ -49,9 +50,7 @@ class Patches:
         self._session = session
         self._say = say
         self._prefix = language_prefix
-        self._paths: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._paths.setdefault(id(module), []).append(path)
+        self._paths = {id(module): paths for module, paths in instances(model)}
         self._specs: dict[str, _Spec] = {}
         self._sites: dict[str, Sites] = {}
         self._unchosen: set[str] = set()
@@ -161,7 +160,7 @@ class Patches:
         """The module path of a value and the part of the model that it belongs to."""
         paths = self._paths.get(id(owner)) if isinstance(owner, torch.nn.Module) else None
         if paths:
-            path = paths[0] if len(paths) == 1 else _innermost(paths, state.stack)
+            path = innermost(paths, state.stack)
         elif state.stack:
             path = "" if state.stack[-1] == ROOT_TAP else state.stack[-1]
         else:  # after the forward: sampling
@@ -188,43 +187,6 @@ class Patches:
                 self._session.sink.skip(f"{place}:{spec.tap.name}", "never reached in a captured step")
 
 
-def _innermost(paths: list[str], stack: list[str]) -> str:
-    for running in reversed(stack):
-        for path in paths:
-            if path == running or path.startswith(running + "."):
-                return path
-    return paths[0]
-
-
-def apply_named(
-    session: Session, model: torch.nn.Module, language_prefix: str, say: Callable[[str], None]
-) -> Patches | None:
-    """The patches of the session's configuration, applied to what is loaded; None where it names none."""
-    if not session.config.patches:
-        return None
-    patches = Patches(session, model, language_prefix, say)
-    try:
-        patches.apply(choose(session.config.patches))
-    except PatchError as error:  # the front end has refused it already, unless the file has changed since
-        say(f"patches: {error}; serving goes on without them")
-        session.sink.skip("patch:", f"refused: {error}"[:_MOST])
-    return patches
-
-
-class Attachments:
-    """What is attached besides one session's taps, until ``close``."""
-
-    def __init__(self, labels: Labels, patches: Any):
-        self.labels = labels
-        self.patches = patches
-
-    def close(self) -> None:
-        """Collects what labels named and puts patched functions back; to be called before the sink is closed."""
-        self.labels.close()
-        if self.patches is not None:
-            self.patches.close()
-
-
 def put_on(
     session: Session,
     taps: Taps,
@@ -236,8 +198,9 @@ def put_on(
     stored: bool,
     runner: Any = None,
     compiled: bool = False,
-) -> Attachments:
-    """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached.
+) -> ExitStack:
+    """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached. What is returned is to
+    be closed before the sink is: it puts patched functions back and collects the files that labels named.
 
     Args:
         prefix: path of the language model inside a multi-modal one, or "".
@@ -263,7 +226,14 @@ def put_on(
         outside=runner is None,  # an engine's warm-up makes many, which nobody misses
     )
     labels.open()
-    patches = None
+    attached = ExitStack()
     if config.patches:
-        patches = apply_named(session, model, prefix, session.say)
-    return Attachments(labels, patches)
+        patches = Patches(session, model, prefix, session.say)
+        try:
+            patches.apply(choose(config.patches))
+        except PatchError as error:  # the front end has refused it already, unless the file has changed since
+            session.say(f"patches: {error}; serving goes on without them")
+            session.sink.skip("patch:", f"refused: {error}"[:_MOST])
+        attached.callback(patches.close)
+    attached.callback(labels.close)
+    return attached

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -413,16 +414,6 @@ def distributes_encoder(vllm_config: Any) -> bool:
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
-def watch_encoder(batch: EngineBatch, vllm_config: Any) -> EncoderDistribution | None:
-    """What notifies ``batch`` of each call, or None for an engine that does not distribute images."""
-    if not distributes_encoder(vllm_config):
-        return None
-    distribution = EncoderDistribution(batch)
-    if not distribution.seen:
-        batch.no_known_shares()
-    return distribution
-
-
 class EncoderDistribution:
     """Wraps the functions that distribute, wherever vLLM's modules hold them, until ``close``.
 
@@ -431,7 +422,9 @@ class EncoderDistribution:
 
     def __init__(self, batch: EngineBatch):
         self._batch = batch
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.close = self._undo.close
+        """Puts the functions back."""
         self.seen: set[str] = set()
         wrapped: dict[int, Callable[..., Any]] = {}
         for path, module in list(sys.modules.items()):
@@ -443,11 +436,6 @@ class EncoderDistribution:
                 if callable(original):
                     self._put(names, name, wrapped.setdefault(id(original), self._counting(name, original)))
 
-    def close(self) -> None:
-        """Puts the functions back."""
-        while self._undo:
-            self._undo.pop()()
-
     def _put(self, names: dict[str, Any], name: str, wrapped: Callable[..., Any]) -> None:
         self.seen.add(name)
         before = names[name]
@@ -457,7 +445,7 @@ class EncoderDistribution:
             if names.get(name) is wrapped:  # else somebody wrapped it after us
                 names[name] = before
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         batch = self._batch

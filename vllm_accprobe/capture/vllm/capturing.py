@@ -27,10 +27,10 @@ from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
 from vllm_accprobe.capture.taps.hooks import Taps, chooses, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
-from vllm_accprobe.capture.taps.patches import Attachments, put_on
-from vllm_accprobe.capture.vllm.batch import ChosenRows, EncoderDistribution, watch_encoder
+from vllm_accprobe.capture.taps.patches import put_on
+from vllm_accprobe.capture.vllm.batch import ChosenRows, EncoderDistribution, distributes_encoder
 from vllm_accprobe.capture.vllm.compiled import DummyRunOnly, InGraphs
-from vllm_accprobe.capture.vllm.modes import AttachedModes, record_draft_layer
+from vllm_accprobe.capture.vllm.modes import attach_modes, record_draft_layer
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.vllm_compat import (
@@ -124,9 +124,7 @@ class CaptureObserver(StepObserver):
         self._rows = ChosenRows(adapter.batch, config, self.requests)
         self._recording: Recording | None = None
         self._parameters: ParameterLines | None = None
-        self._attachments: Attachments | None = None
-        self._encoder: EncoderDistribution | None = None
-        self._modes: AttachedModes | None = None
+        self._attached = contextlib.ExitStack()
         self._graphs: InGraphs | None = None
         self._weights = Weights(config, adapter, lambda: self.session)
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
@@ -192,14 +190,18 @@ class CaptureObserver(StepObserver):
         Sampling(session, runner, model, self._rows)
         parameters.rest()
         self._weights.loaded(model)
-        self._modes = AttachedModes(session, parameters, runner, model, batch)
+        attach_modes(self._attached, session, parameters, runner, model, batch)
         if self._graphs is not None:
             self._graphs.place(self.root)
-        self._encoder = watch_encoder(batch, runner.vllm_config)
-        self._attachments = put_on(
+        if distributes_encoder(runner.vllm_config):
+            distribution = EncoderDistribution(batch)
+            self._attached.callback(distribution.close)
+            if not distribution.seen:
+                batch.no_known_shares()
+        self._attached.push(put_on(
             session, self.taps, model, language_prefix(model), self.root, self._adapter.parallel["rank"],
             stored=parameters.stored, runner=runner, compiled=compiled,
-        )  # fmt: skip
+        ))  # fmt: skip
         if self._graphs is not None and self._graphs.placed:
             pass  # its line says how much is seen
         elif compiled and self.config.graphs:
@@ -336,12 +338,7 @@ class CaptureObserver(StepObserver):
                 self.taps.remove()
             if self._graphs is not None:
                 self._graphs.close()
-            if self._attachments is not None:
-                self._attachments.close()
-            if self._encoder is not None:
-                self._encoder.close()
-            if self._modes is not None:
-                self._modes.close()
+            self._attached.close()
             self.windows.close()
             steps, tensors = sink.steps, sink.tensors
             recording.close(reason)

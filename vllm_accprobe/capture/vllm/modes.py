@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class Adapters:
         self._session = session
         self._parameters = parameters
         self._seen: dict[tuple[str, str, str], str] = {}
-        self._undo: Callable[[], None] | None = None
+        self._undo = ExitStack()
+        self.close = self._undo.close
+        """The manager is as it was."""
         manager = getattr(runner, "lora_manager", None)
         if manager is None:
             return
@@ -56,13 +59,7 @@ class Adapters:
             self._record_adapter(request, loaded)
             return loaded
 
-        self._undo = override(manager, _READS, read)
-
-    def close(self) -> None:
-        """The manager is as it was."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._undo.callback(override(manager, _READS, read))
 
     def _record_adapter(self, request: Any, loaded: Any) -> None:
         if self._session.dead is not None:
@@ -163,16 +160,13 @@ class OtherRows:
     def __init__(self, session: Session, model: Any, batch: EngineBatch):
         self._session = session
         self._batch = batch
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.close = self._undo.close
+        """Both are as they were."""
         for name, call in (("compute_logits", self._logits), ("embed_input_ids", self._embed)):
             original = getattr(model, name, None)
             if callable(original):
-                self._undo.append(override(model, name, self._skipping(original, call)))
-
-    def close(self) -> None:
-        """Both are as they were."""
-        while self._undo:
-            self._undo.pop()()
+                self._undo.callback(override(model, name, self._skipping(original, call)))
 
     def _skipping(self, original: Callable[..., Any], other: Callable[[int], str]) -> Callable[..., Any]:
         session = self._session
@@ -205,15 +199,10 @@ class OtherRows:
         return TOKENS_ONLY if rows < self._batch.total else ""
 
 
-class AttachedModes:
-    """All of them, on a model that is loaded. ``close`` takes them off."""
-
-    def __init__(self, session: Session, parameters: ParameterLines, runner: Any, model: Any, batch: EngineBatch):
-        self._adapters = Adapters(session, parameters, runner)
-        self._other_rows = OtherRows(session, model, batch)
-        record_draft(session, parameters, runner, model)
-
-    def close(self) -> None:
-        """As it was before."""
-        self._other_rows.close()
-        self._adapters.close()
+def attach_modes(
+    attached: ExitStack, session: Session, parameters: ParameterLines, runner: Any, model: Any, batch: EngineBatch
+) -> None:
+    """All of them, on a model that is loaded, until ``attached`` is closed."""
+    attached.callback(Adapters(session, parameters, runner).close)
+    attached.callback(OtherRows(session, model, batch).close)
+    record_draft(session, parameters, runner, model)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -279,7 +280,9 @@ class Forwards:
         self._armed = armed
         self._begins = begins
         self._ends = ends
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.close = self._undo.close
+        """All of them are as they were."""
         self._manager: Any = None
 
     def root(self, model: torch.nn.Module) -> None:
@@ -294,13 +297,13 @@ class Forwards:
             self._ends(None, result)
             return result
 
-        self._undo.append(override(model, "forward", forward))
+        self._undo.callback(override(model, "forward", forward))
 
     def runner(self, runner: Any) -> None:
         """What the runner calls it by."""
         original = getattr(runner, "_model_forward", None)
         if callable(original):
-            self._undo.append(override(runner, "_model_forward", self._watched(original)))
+            self._undo.callback(override(runner, "_model_forward", self._watched(original)))
 
     def step(self, runner: Any) -> None:
         """A step begins: V2's replays, which are made when its graphs are."""
@@ -311,12 +314,7 @@ class Forwards:
         for name in _REPLAYS:
             original = getattr(manager, name, None)
             if callable(original):
-                self._undo.append(override(manager, name, self._watched(original)))
-
-    def close(self) -> None:
-        """All of them are as they were."""
-        while self._undo:
-            self._undo.pop()()
+                self._undo.callback(override(manager, name, self._watched(original)))
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:

@@ -260,15 +260,20 @@ def moves_of(out: Any) -> BlockMoves:
     return BlockMoves(tables, more, copies)
 
 
+def _forward_context() -> Any:
+    """Of the forward that runs; None where none does."""
+    contexts = sys.modules.get("vllm.forward_context")
+    try:
+        return contexts.get_forward_context()  # type: ignore[union-attr]
+    except (AttributeError, AssertionError):
+        return None
+
+
 def metadata_of_layer(layer: str) -> tuple[Any, Any]:
     """(attention metadata, slot mapping) of the layer that the engine calls so, of the forward that runs; None where
     there is none, or several parts of a batch have one each."""
-    contexts = sys.modules.get("vllm.forward_context")
-    try:
-        context = contexts.get_forward_context()  # type: ignore[union-attr]
-    except (AttributeError, AssertionError):
-        return None, None
-    metadata, slots = context.attn_metadata, getattr(context, "slot_mapping", None)
+    context = _forward_context()
+    metadata, slots = getattr(context, "attn_metadata", None), getattr(context, "slot_mapping", None)
     metadata = metadata.get(layer) if isinstance(metadata, dict) else None
     return metadata, slots.get(layer) if isinstance(slots, dict) else None
 
@@ -316,11 +321,7 @@ def _ids(groups: Any) -> tuple[tuple[int, ...], ...]:
 
 def step_graph() -> StepGraph | None:
     """The captured graph that the model's forward, which must be running, is dispatched to; None where it is none."""
-    contexts = sys.modules.get("vllm.forward_context")
-    try:
-        context = contexts.get_forward_context()  # type: ignore[union-attr]
-    except (AttributeError, AssertionError):
-        return None
+    context = _forward_context()
     mode = getattr(context, "cudagraph_runtime_mode", None)  # from 0.11 on
     batch = getattr(context, "batch_descriptor", None)
     name = getattr(mode, "name", "NONE")

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_accprobe.capture.core import layout
-from vllm_accprobe.capture.core.session import DTYPE_NAMES
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, address, is_plain
 from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.weights.fingerprint import LoadedTensor, RowSums, raw_bytes, sums_of
 from vllm_accprobe.dump.journal import (
@@ -153,15 +153,15 @@ class WriteWatch(TorchDispatchMode):
                 for tensor in _tensors(value):
                     self._write(tensor)
             return
-        as_loaded = {p for a in (*args, *kwargs.values()) for t in _tensors(a) if (p := _pointer(t))}
+        as_loaded = {p for a in (*args, *kwargs.values()) for t in _tensors(a) if (p := address(t))}
         empty = func.__name__.startswith(("empty", "new_empty"))
         for tensor in _tensors(result):
-            pointer = _pointer(tensor)
+            pointer = address(tensor)
             if pointer and pointer not in as_loaded:
                 self._storages[pointer] = _Storage(empty)
 
     def _write(self, tensor: torch.Tensor) -> None:
-        pointer = _pointer(tensor)
+        pointer = address(tensor)
         if not pointer or not tensor.numel():
             return
         storage = self._storages.get(pointer)
@@ -178,7 +178,7 @@ class WriteWatch(TorchDispatchMode):
         if self.failed is not None or not self.on or not tensor.is_contiguous() or not tensor.numel():
             return None, False
         rows = row_count(tuple(tensor.shape))
-        storage = self._storages.get(_pointer(tensor))
+        storage = self._storages.get(address(tensor))
         if rows > MAX_ROWS:
             rows = 1  # as a whole
         if storage is None:
@@ -232,15 +232,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         for one in value:
             if isinstance(one, torch.Tensor):
                 yield one
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    """Where its storage begins; 0 for no memory, or none that is addressed in bytes."""
-    try:
-        at = tensor.data_ptr()
-    except (RuntimeError, ValueError, NotImplementedError):  # memory that is not there yet, another layout
-        return 0
-    return at - tensor.storage_offset() * tensor.element_size() if at else 0
 
 
 Key = tuple[str, str]
@@ -349,7 +340,7 @@ class WeightLife:
 
     def _loaded_tensor(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         key = (path, name)
-        if key in self._examined or not _plain(tensor):
+        if key in self._examined or not is_plain(tensor):
             return
         self._examined.add(key)
         before, raw = self._loaded.get(key), raw_bytes(tensor)
@@ -364,7 +355,7 @@ class WeightLife:
         self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, as_loaded: bool
     ) -> None:
         key = (path, name)
-        if not _plain(tensor) or not tensor.numel():
+        if not is_plain(tensor) or not tensor.numel():
             return
         if as_loaded and key not in self._examined:
             self._loaded_tensor(path, module, name, tensor)
@@ -426,10 +417,6 @@ class WeightLife:
 def tap_path(path: str) -> str:
     """A module's path as it was before an adapter's layer wrapped it."""
     return path.replace(".base_layer", "")
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def transposed(packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
