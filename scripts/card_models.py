@@ -1,0 +1,288 @@
+"""``scripts/card.sh --models``: whole models of transformers on this machine's device, captured and judged.
+
+The problem: taps, copies from the device and the judgement of real kernels cannot be tried where there is no device.
+The idea: tiny models with random weights run on the CPU (golden) and on the device, in each dtype and kind of
+attention, compiled, and with one planted fault each; `accprobe compare` must pass the clean ones and name the fault
+first. Their operator calls are captured too, for `accprobe opcheck`, and the forward of a wider model is timed with the
+probe and without it. Not here: vLLM (card.py), taps in graphs (card_torch.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from vllm_accprobe import Probe
+
+_BASE = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "decoder_sparse_step": 1}),
+    "deepseek_v2": ("DeepseekV2", {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "moe_intermediate_size": 96, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "head_dim": 16, "topk_method": "greedy",
+    }),
+    "qwen3_next": ("Qwen3Next", {
+        **_EXPERTS, "head_dim": 32, "shared_expert_intermediate_size": 96, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }),
+}  # fmt: skip
+LAYER = "model.layers.1"
+PROMPTS = ([5, 17, 301, 44, 260, 9, 77, 500, 123, 31, 8, 402, 19, 66, 350, 210, 12], [7, 99, 208, 411, 3, 64, 150])
+FORCED = ([11, 87, 300], [45, 12, 499])
+"""The tokens of three decode steps: the same on all machines, whatever they would have chosen."""
+
+
+def build(name: str, dtype: torch.dtype, attention: str, changes: dict[str, Any] | None = None) -> torch.nn.Module:
+    """A model on the CPU; the same weights for the same name. Linear layers keep the size of what goes through them."""
+    family, more = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**_BASE, **more, **(changes or {})})
+    config._attn_implementation = attention
+    made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for path, weight in made.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 1:
+                plain = weight.detach().clone()  # a norm's gain, some about 0; what a recurrence starts from
+                weight.copy_(plain + 0.1 * drawn)
+            else:
+                weight.copy_(drawn * (1.0 if "embed" in path else (4.0 if "head" in path else 1.0) * drawn.shape[-1] ** -0.5))
+    return made.to(dtype)
+
+
+# --- faults: each changes one place of layer 1 -------------------------------------------------------------------------
+
+
+def _wrong_scale(model: Any) -> None:
+    for module in model.get_submodule(f"{LAYER}.self_attn").modules():
+        if hasattr(module, "scaling"):
+            module.scaling *= 1.1
+
+
+def _no_residual(model: Any) -> None:
+    layer, seen = model.get_submodule(LAYER), {}
+    layer.mlp.register_forward_hook(lambda module, args, out: seen.update(out=out))
+    forward = layer.forward
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        part = seen["out"][0] if isinstance(seen["out"], tuple) else seen["out"]
+        return (part, *out[1:]) if isinstance(out, tuple) else part
+
+    layer.forward = without
+
+
+def _wrong_epsilon(model: Any) -> None:
+    norm = model.get_submodule(f"{LAYER}.post_attention_layernorm")
+    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+    forward = norm.forward
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        kept = getattr(norm, name)
+        setattr(norm, name, 1e-2)
+        try:
+            return forward(x)
+        finally:
+            setattr(norm, name, kept)
+
+    norm.forward = other
+
+
+def _exchanged(model: Any) -> None:
+    for weight in model.get_submodule(f"{LAYER}.mlp.experts").parameters():
+        if weight.dim() == 3:
+            weight.data[[0, 1]] = weight.data[[1, 0]]
+
+
+def _positions(model: Any) -> None:
+    rope = model.get_submodule("model.rotary_emb")
+    forward = rope.forward
+    rope.forward = lambda x, position_ids, *args, **kwargs: forward(x, position_ids + 1, *args, **kwargs)
+
+
+def _few_bits(model: Any) -> None:
+    """Sums of 16 products are rounded to the model's dtype before they are added up."""
+    linear = model.get_submodule(f"{LAYER}.self_attn.o_proj")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        total = None
+        for part, weight in zip(x.split(16, -1), linear.weight.split(16, -1), strict=True):
+            product = torch.nn.functional.linear(part, weight)
+            total = product if total is None else total + product
+        return total
+
+    linear.forward = forward
+
+
+FAULTS: dict[str, tuple[Callable[[Any], None], str, tuple[str, ...]]] = {
+    "softmax scale": (_wrong_scale, f"{LAYER}.self_attn*", ("llama", "qwen3_moe", "deepseek_v2", "qwen3_next")),
+    "no residual": (_no_residual, LAYER, ("llama", "qwen3_moe", "qwen3_next")),
+    "epsilon": (_wrong_epsilon, f"{LAYER}.post_attention_layernorm", ("llama", "deepseek_v2")),
+    "experts exchanged": (_exchanged, f"{LAYER}.mlp*", ("qwen3_moe", "deepseek_v2", "qwen3_next")),
+    "rope off by one": (_positions, "model.rotary_emb", ("llama", "deepseek_v2")),
+    "few bits": (_few_bits, f"{LAYER}.self_attn.o_proj", ("llama", "qwen3_next")),
+}
+"""What is done, where it must be named, and in which models."""
+
+
+def compile_leaves(model: torch.nn.Module) -> None:
+    """Each module without children computes what torch.compile makes of its forward; taps lie outside of it."""
+    torch._dynamo.config.cache_size_limit = 256
+    for module in model.modules():
+        name = type(module).__name__
+        if not any(True for _ in module.children()) and name not in ("Embedding", "ModuleList"):
+            module.forward = torch.compile(module.forward, dynamic=False)  # type: ignore[method-assign]
+
+
+def run(model: Any, device: torch.device) -> torch.Tensor:
+    """Two prompts, one padded on the left, and three decode steps with the cache; the logits of the last one."""
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS])
+    cache, out = None, None
+    with torch.no_grad():
+        for forced in (None, *zip(*FORCED, strict=True)):
+            if forced is not None:
+                ids = torch.tensor(forced)[:, None]
+                mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = model(
+                input_ids=ids.to(device), attention_mask=mask.to(device), position_ids=positions.to(device),
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            cache = out.past_key_values
+    assert out is not None
+    return out.logits
+
+
+def capture(
+    where: Path, name: str, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", compiled: bool = False,
+    fault: str | None = None, **settings: Any,
+) -> bool:  # fmt: skip
+    """Writes one dump; whether the probe changed no bit of the last logits."""
+    model = build(name, dtype, attention).to(device)
+    if fault:
+        FAULTS[fault][0](model)
+    if compiled:
+        compile_leaves(model)
+    bare = run(model, device)
+    with Probe(model, dir=str(where), **settings):
+        tapped = run(model, device)
+    return torch.equal(bare, tapped)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {"attention": "eager"}, "sdpa": {}, "compiled": {"compiled": True},
+}  # fmt: skip
+
+
+def cases(names: list[str], dtypes: list[str]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """(model, dtype, the dump's name, what `capture` gets)."""
+    for name, dtype in itertools.product(names, dtypes):
+        for way, how in WAYS.items():
+            yield name, dtype, way, how
+        for fault, (_, _, models) in FAULTS.items():
+            if name in models:
+                yield name, dtype, fault.replace(" ", "-"), {"fault": fault}
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_accprobe", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def compared(golden: Path, mine: Path, out: Path) -> dict[str, Any]:
+    done = cli("compare", str(golden), str(mine), "--out", str(out))
+    found: dict[str, Any] = {"code": done.returncode, "text": (done.stdout + done.stderr)[-4000:]}
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+        origins = report["origins"]
+        found |= {"verdict": report["verdict"], "first": origins[0]["module"] if origins else None,
+                  "evidence": origins[0]["evidence"] if origins else None, "pairs": report["coverage"]["pairs"]}  # fmt: skip
+    return found
+
+
+def models_part(out: Path, device: torch.device, names: list[str], dtypes: list[str], judge: bool) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, dtype in itertools.product(names, dtypes):
+        capture(out / name / dtype / "golden", name, getattr(torch, dtype), torch.device("cpu"), "eager")
+    for name, dtype, dump, how in cases(names, dtypes):
+        row: dict[str, Any] = {"model": name, "dtype": dtype, "dump": dump, "fault": how.get("fault")}
+        rows.append(row)
+        begin = time.perf_counter()
+        try:
+            row["same bits"] = capture(out / name / dtype / dump, name, getattr(torch, dtype), device, **how)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        row["seconds"] = round(time.perf_counter() - begin, 2)
+    if judge:
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+            list(pool.map(lambda row: judge_row(out, row), rows))
+    return rows
+
+
+def judge_row(out: Path, row: dict[str, Any]) -> None:
+    """Adds what `accprobe compare` says of a row's dump, and whether that is right."""
+    folder = out / row["model"] / row["dtype"]
+    if "error" in row:
+        return
+    row |= compared(folder / "golden", folder / row["dump"], folder / f"report-{row['dump']}")
+    if row["fault"]:
+        row["right"] = row["code"] == 1 and fnmatchcase(row.get("first") or "", FAULTS[row["fault"]][1])
+    else:
+        row["right"] = row["code"] == 0
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    lines = ["| model | dtype | run | verdict | named first | same bits with the probe | |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for r in rows:
+        lines.append(
+            f"| {r['model']} | {r['dtype']} | {r['dump']} | {r.get('verdict', r.get('error', '-'))} | "
+            f"{r.get('first') or '-'} | {r.get('same bits')} | {'right' if r.get('right') else 'WRONG'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("accprobe-card"))
+    parser.add_argument("--device")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--dtypes", default="bfloat16,float16")
+    parser.add_argument("--captures-only", action="store_true")
+    args = parser.parse_args()
+    device = torch.device(args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"))
+    rows = models_part(args.out, device, args.models.split(","), args.dtypes.split(","), not args.captures_only)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "models.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(page(rows))
+    return 0 if all(r.get("right") for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
