@@ -61,6 +61,7 @@ def build(name: str, dtype: torch.dtype, attention: str, changes: dict[str, Any]
     family, more = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**_BASE, **more, **(changes or {})})
     config._attn_implementation = attention
+    torch.manual_seed(0)
     made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
