@@ -134,6 +134,9 @@ class Rectangle:
         self._keep: list[int] = []
         self._real: torch.Tensor | None = None
         self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
+        config = getattr(model, "config", None)
+        texts = [vars(c) for c in (config, getattr(config, "text_config", None)) if hasattr(c, "__dict__")]
+        self._heads = {n for c in texts for name, n in c.items() if "heads" in name and isinstance(n, int)}
         self._ids: torch.Tensor | None = None
         self._names: list[str] = []
         self._items: list[EncoderItem] = []
@@ -197,6 +200,8 @@ class Rectangle:
             tensor = tensor.expand(batch, *tensor.shape[1:])
         if tensor.shape[0] != batch:
             return tensor
+        if tensor.dim() == 4 and tensor.shape[1] == 1 == length and tensor.shape[2] == keys not in self._heads:
+            tensor = tensor[:, 0]  # latent keys are one head's, and have no place of this call
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] == length:
                 return self._kept(tensor.movedim(dim, 1).flatten(0, 1), length)
