@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 
-from vllm_accprobe import Probe
+from vllm_accprobe import Probe, begin_dump, end_dump
 
 _BASE = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -259,6 +259,237 @@ def judge_row(out: Path, row: dict[str, Any]) -> None:
         row["right"] = row["code"] == 0
 
 
+# --- operator calls ----------------------------------------------------------------------------------------------------
+
+Draw = Callable[..., torch.Tensor]
+F = torch.nn.functional
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF, torch.float32)
+
+
+def _products(x: Draw) -> None:
+    for m, k, n in ((1, 4096, 128), (16, 4096, 128), (64, 1024, 256), (7, 333, 129), (300, 64, 96)):
+        a, b = x(m, k), x(n, k, size=k**-0.5)
+        F.linear(a, b)
+        F.linear(a, b, x(n))
+    torch.bmm(x(4, 33, 512), x(4, 512, 64, size=0.05))
+    torch.baddbmm(x(4, 33, 64), x(4, 33, 512), x(4, 512, 64, size=0.05), alpha=0.5)
+    torch.einsum("bhqd,bhkd->bhqk", x(2, 4, 17, 64), x(2, 4, 17, 64))
+    F.conv1d(x(2, 64, 40), x(64, 1, 4), padding=3, groups=64)
+    F.conv2d(x(2, 3, 32, 32), x(16, 3, 8, 8, size=0.1), stride=8)
+
+
+def _attention(x: Draw) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = x(1, 8, 100, 64), x(1, 8, 100, 64), x(1, 8, 100, 64)
+    backends = [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    for backend in backends:
+        for causal, rows in ((True, 100), (False, 100), (False, 1)):
+            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+                F.scaled_dot_product_attention(q[:, :, :rows], k, v, is_causal=causal)
+
+
+def _elementwise(x: Draw) -> None:
+    a, b = x(33, 512), x(33, 512)
+    w = 1.0 + x(512, size=0.1)
+    for function in (
+        F.silu, F.gelu, torch.exp, torch.tanh, torch.sigmoid, torch.erf, torch.sin, torch.cos, F.softplus, torch.relu,
+        torch.neg, torch.square, torch.abs,
+    ):  # fmt: skip
+        function(a)
+    F.gelu(a, approximate="tanh")
+    for function in (torch.rsqrt, torch.sqrt, torch.log, torch.reciprocal):
+        function(b.abs() + 0.01)
+    for function in (torch.add, torch.mul, torch.div, torch.sub, torch.maximum):
+        function(a, b)
+    torch.pow(b.abs() + 0.01, 1.7)
+    torch.addcmul(a, a, b)
+    torch.softmax(a, -1)
+    torch.log_softmax(4 * a, -1)
+    torch.softmax(a, -1, dtype=torch.float32)
+    for function in (torch.sum, torch.mean, torch.amax, torch.var, torch.logsumexp, torch.linalg.vector_norm):
+        function(a, dim=-1)
+    torch.cumsum(a, -1)
+    F.rms_norm(a, (512,), w, 1e-6)
+    F.layer_norm(a, (512,), w, b[0], 1e-5)
+    F.group_norm(x(2, 64, 30), 8)
+    torch.topk(a, 8)
+    torch.sort(a, -1)
+    F.embedding(torch.arange(20, device=a.device), a)
+    torch.zeros_like(a).index_add_(0, torch.arange(33, device=a.device) % 7, b)
+    torch.zeros_like(a).scatter_add_(1, torch.arange(512, device=a.device).expand(33, -1) % 100, b)
+    a.to(torch.float32).to(torch.bfloat16)
+    a.to(torch.float8_e4m3fn)
+    torch.where(a > 0, a, b)
+    F.normalize(a, dim=-1)
+    torch.clamp(a, -1, 1)
+    torch.lerp(a, b, 0.3)
+
+
+def _eight_bits(x: Draw) -> None:
+    a, b = x(32, 512).to(torch.float8_e4m3fn), x(64, 512).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=a.device)
+    for fast in (False, True):
+        torch._scaled_mm(a, b.t(), one * 0.5, one * 0.25, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        rows, columns = x(32, 1).abs().float(), x(1, 64).abs().float()
+        torch._scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    integers = [(8 * x(64, 128)).to(torch.int8), (8 * x(128, 64)).to(torch.int8)]
+    torch._int_mm(*integers)
+
+
+def _grouped(x: Draw) -> None:
+    offsets = torch.tensor([16, 48, 48, 64], dtype=torch.int32, device=x(1).device)
+    torch._grouped_mm(x(64, 128), x(4, 128, 96, size=0.1), offs=offsets)
+
+
+def _set(path: str, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    target = torch.backends
+    for part in owner.split("."):
+        target = getattr(target, part)
+    setattr(target, name, value)
+
+
+MATMUL = "cuda.matmul."
+SPLIT = (f"{MATMUL}allow_bf16_reduced_precision_reduction", f"{MATMUL}allow_fp16_reduced_precision_reduction")
+KERNELS: dict[str, tuple[tuple[Callable[[Draw], None], ...], tuple[torch.dtype, ...], dict[str, Any]]] = {
+    "default": ((_products, _attention, _elementwise), FLOATS, {}),
+    "whole-sums": ((_products, _attention), HALF, dict.fromkeys(SPLIT, False)),
+    "tf32": ((_products, _attention), FLOATS[2:], {f"{MATMUL}allow_tf32": True, "cudnn.allow_tf32": True}),
+    "fp16-sums": ((_products,), HALF[1:], {f"{MATMUL}allow_fp16_accumulation": True}),
+    "fp8": ((_eight_bits, _grouped), HALF[:1], {}),
+}
+"""By name of a dump: what is called, with which dtypes, and the settings of torch.backends under which."""
+
+
+def kernels_part(out: Path, device: torch.device) -> dict[str, Any]:
+    """Operator calls with drawn inputs, one dump for each row of KERNELS; what could not be called."""
+    failed: dict[str, Any] = {}
+    for name, (functions, dtypes, settings) in KERNELS.items():
+        before = {path: _get(path) for path in settings}
+        generator = torch.Generator().manual_seed(1)
+        begin_dump(out / "kernels" / name, mode="full", max_mb=64)
+        try:
+            for path, value in settings.items():
+                _set(path, value)
+            for dtype, function in itertools.product(dtypes, functions):
+                def draw(*shape: int, size: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
+                    return (size * torch.randn(shape, generator=generator)).to(dtype).to(device)
+
+                try:
+                    function(draw)
+                except Exception as error:
+                    failed[f"{name} {dtype} {function.__name__}"] = f"{type(error).__name__}: {error}"[:300]
+        finally:
+            end_dump(close=True)
+            for path, value in before.items():
+                if value is not None:
+                    _set(path, value)
+    return failed
+
+
+def _get(path: str) -> Any:
+    target: Any = torch.backends
+    for part in path.split("."):
+        target = getattr(target, part, None)
+    return target
+
+
+def calls_part(out: Path, device: torch.device, names: list[str]) -> dict[str, Any]:
+    """The operators that the tiny models call on the device."""
+    failed: dict[str, Any] = {}
+    for name, (dtype, how) in itertools.product(names, OPERATORS.items()):
+        try:
+            capture(out / "calls" / f"{name}-{dtype}", name, getattr(torch, dtype), device, **how,
+                    ops=True, ops_mode="sample", ops_calls=6)  # fmt: skip
+        except Exception as error:
+            failed[f"{name} {dtype}"] = f"{type(error).__name__}: {error}"[:300]
+    return failed
+
+
+OPERATORS: dict[str, dict[str, Any]] = {"bfloat16": {}, "float16": {"attention": "eager"}}
+
+
+# --- cost --------------------------------------------------------------------------------------------------------------
+
+
+def cost_part(out: Path, device: torch.device, wide: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a forward, bare and captured, and whether a tap waits for the device."""
+    model = build("llama", torch.bfloat16, "sdpa", wide).to(device)
+    found: dict[str, Any] = {}
+    ids = torch.randint(3, 500, (1, 512), generator=torch.Generator().manual_seed(2))
+
+    def prefill() -> Any:
+        return model(input_ids=ids.to(device), use_cache=True)
+
+    def timed(times: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for kind, rows in (("decode", 1), ("prefill", 512)):
+            seconds = []
+            for _ in range(times):
+                cache = transformers.DynamicCache(config=model.config) if kind == "decode" else None
+                _wait(device)
+                begin = time.perf_counter()
+                out = model(input_ids=ids[:, :rows].to(device), use_cache=True, past_key_values=cache)
+                _wait(device)
+                seconds.append(time.perf_counter() - begin)
+            result[kind] = {"median_ms": statistics.median(seconds) * 1e3, "min_ms": min(seconds) * 1e3}
+            result[f"{kind} bits"] = out.logits.float().sum().item(), out.logits.float().square().sum().item()
+        return result
+
+    with torch.no_grad():
+        prefill()
+        found["bare"] = timed(10)
+        for task in ("stats", "tensor"):
+            settings = {"task": task, "max_gb": 30, "parts": "input,output"}
+            with Probe(model, dir=str(out / "cost" / task), **settings):
+                model(input_ids=ids[:, :1].to(device))
+                found[f"{task} waits"] = _waits(model, prefill, device)
+                found[task] = timed(4)
+        found["bare again"] = timed(10)
+    return found
+
+
+def _waits(model: Any, forward: Callable[[], Any], device: torch.device) -> str:
+    """The first wait for the device inside a layer, "" where there is none."""
+    if device.type != "cuda":
+        return "not tried"
+    undo, waits = [], ""
+
+    def strict(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    for layer in model.model.layers:
+        undo.append((layer, layer.forward))
+        layer.forward = strict(layer.forward)
+    try:
+        forward()
+    except RuntimeError as error:
+        waits = str(error)[:300]
+    for layer, inner in undo:
+        layer.forward = inner
+    return waits
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+WIDE = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
 def page(rows: list[dict[str, Any]]) -> str:
     lines = ["| model | dtype | run | verdict | named first | same bits with the probe | |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for r in rows:
@@ -269,18 +500,35 @@ def page(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+PARTS = ("models", "calls", "kernels", "cost")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("accprobe-card"))
-    parser.add_argument("--device")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = argparse.ArgumentParser(prog="card.sh --models", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("accprobe-card"), help="folder of the dumps and models.json")
+    parser.add_argument("--device", help="cpu, cuda, npu, ...; by default the accelerator, else cpu")
+    parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
     parser.add_argument("--dtypes", default="bfloat16,float16")
-    parser.add_argument("--captures-only", action="store_true")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--layers", type=int, default=16, help="of the model that is timed")
+    parser.add_argument("--captures-only", action="store_true", help="judge nothing, to do it on another machine")
     args = parser.parse_args()
-    device = torch.device(args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"))
-    rows = models_part(args.out, device, args.models.split(","), args.dtypes.split(","), not args.captures_only)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(args.device) if args.device else accelerator or torch.device("cpu")
+    names, parts = args.models.split(","), args.parts.split(",")
+    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if "cost" in parts:
+        found["cost"] = cost_part(args.out, device, WIDE | {"num_hidden_layers": args.layers})
+    if "kernels" in parts:
+        found["kernels failed"] = kernels_part(args.out, device)
+    if "calls" in parts:
+        found["calls failed"] = calls_part(args.out, device, names)
+    rows = found["rows"] = []
+    if "models" in parts:
+        rows += models_part(args.out, device, names, args.dtypes.split(","), not args.captures_only)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "models.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    (args.out / "models.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     print(page(rows))
     return 0 if all(r.get("right") for r in rows) else 1
 
