@@ -268,7 +268,7 @@ FLOATS = (*HALF, torch.float32)
 
 
 def _products(x: Draw) -> None:
-    for m, k, n in ((1, 4096, 128), (16, 4096, 128), (64, 1024, 256), (7, 333, 129), (300, 64, 96)):
+    for m, k, n in ((1, 4096, 48), (16, 4096, 32), (64, 1024, 64), (7, 333, 129), (300, 64, 96)):
         a, b = x(m, k), x(n, k, size=k**-0.5)
         F.linear(a, b)
         F.linear(a, b, x(n))
@@ -282,7 +282,7 @@ def _products(x: Draw) -> None:
 def _attention(x: Draw) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q, k, v = x(1, 8, 100, 64), x(1, 8, 100, 64), x(1, 8, 100, 64)
+    q, k, v = x(1, 4, 100, 64), x(1, 4, 100, 64), x(1, 4, 100, 64)
     backends = [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     for backend in backends:
         for causal, rows in ((True, 100), (False, 100), (False, 1)):
@@ -291,8 +291,8 @@ def _attention(x: Draw) -> None:
 
 
 def _elementwise(x: Draw) -> None:
-    a, b = x(33, 512), x(33, 512)
-    w = 1.0 + x(512, size=0.1)
+    a, b = x(17, 384), x(17, 384)
+    w = 1.0 + x(384, size=0.1)
     for function in (
         F.silu, F.gelu, torch.exp, torch.tanh, torch.sigmoid, torch.erf, torch.sin, torch.cos, F.softplus, torch.relu,
         torch.neg, torch.square, torch.abs,
@@ -311,14 +311,14 @@ def _elementwise(x: Draw) -> None:
     for function in (torch.sum, torch.mean, torch.amax, torch.var, torch.logsumexp, torch.linalg.vector_norm):
         function(a, dim=-1)
     torch.cumsum(a, -1)
-    F.rms_norm(a, (512,), w, 1e-6)
-    F.layer_norm(a, (512,), w, b[0], 1e-5)
+    F.rms_norm(a, (384,), w, 1e-6)
+    F.layer_norm(a, (384,), w, b[0], 1e-5)
     F.group_norm(x(2, 64, 30), 8)
     torch.topk(a, 8)
     torch.sort(a, -1)
-    F.embedding(torch.arange(20, device=a.device), a)
-    torch.zeros_like(a).index_add_(0, torch.arange(33, device=a.device) % 7, b)
-    torch.zeros_like(a).scatter_add_(1, torch.arange(512, device=a.device).expand(33, -1) % 100, b)
+    F.embedding(torch.arange(17, device=a.device), a)
+    torch.zeros_like(a).index_add_(0, torch.arange(17, device=a.device) % 7, b)
+    torch.zeros_like(a).scatter_add_(1, torch.arange(384, device=a.device).expand(17, -1) % 100, b)
     a.to(torch.float32).to(torch.bfloat16)
     a.to(torch.float8_e4m3fn)
     torch.where(a > 0, a, b)
