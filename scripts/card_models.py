@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -151,12 +152,15 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str, tuple[str, ...]]] = {
 
 
 def compile_leaves(model: torch.nn.Module) -> None:
-    """Each module without children computes what torch.compile makes of its forward; taps lie outside of it."""
+    """Each module without children computes what torch.compile makes of its class's forward; taps lie outside of it."""
+    torch._dynamo.reset()
     torch._dynamo.config.cache_size_limit = 256
+    forwards: dict[type, Any] = {}
     for module in model.modules():
-        name = type(module).__name__
-        if not any(True for _ in module.children()) and name not in ("Embedding", "ModuleList"):
-            module.forward = torch.compile(module.forward, dynamic=False)  # type: ignore[method-assign]
+        kind = type(module)
+        if not any(True for _ in module.children()) and kind.__name__ not in ("Embedding", "ModuleList"):
+            compiled = forwards.setdefault(kind, torch.compile(kind.forward, dynamic=False))
+            module.forward = types.MethodType(compiled, module)  # type: ignore[method-assign]
 
 
 def run(model: Any, device: torch.device) -> torch.Tensor:
@@ -203,12 +207,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def cases(names: list[str], dtypes: list[str]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """(model, dtype, the dump's name, what `capture` gets)."""
-    for name, dtype in itertools.product(names, dtypes):
-        for way, how in WAYS.items():
-            yield name, dtype, way, how
-        for fault, (_, _, models) in FAULTS.items():
-            if name in models:
-                yield name, dtype, fault.replace(" ", "-"), {"fault": fault}
+    faults = {fault.replace(" ", "-"): {"fault": fault} for fault in FAULTS}
+    for name, dtype, (run, how) in itertools.product(names, dtypes, [*WAYS.items(), *faults.items()]):
+        if run in WAYS or name in FAULTS[how["fault"]][2]:
+            yield name, dtype, run, how
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -228,22 +230,25 @@ def compared(golden: Path, mine: Path, out: Path) -> dict[str, Any]:
     return found
 
 
-def models_part(out: Path, device: torch.device, names: list[str], dtypes: list[str], judge: bool) -> list[dict[str, Any]]:
+def models_part(
+    out: Path, device: torch.device, names: list[str], dtypes: list[str], runs: str, judge: bool
+) -> list[dict[str, Any]]:
+    """A row for each case; judged in processes next to the captures that follow. The slow ones come last."""
     rows: list[dict[str, Any]] = []
     for name, dtype in itertools.product(names, dtypes):
         capture(out / name / dtype / "golden", name, getattr(torch, dtype), torch.device("cpu"), "eager")
-    for name, dtype, dump, how in cases(names, dtypes):
-        row: dict[str, Any] = {"model": name, "dtype": dtype, "dump": dump, "fault": how.get("fault")}
-        rows.append(row)
-        begin = time.perf_counter()
-        try:
-            row["same bits"] = capture(out / name / dtype / dump, name, getattr(torch, dtype), device, **how)
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
-        row["seconds"] = round(time.perf_counter() - begin, 2)
-    if judge:
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-            list(pool.map(lambda row: judge_row(out, row), rows))
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 4)) as pool:
+        for name, dtype, dump, how in sorted(cases(names, dtypes), key=lambda case: "compiled" in case[3]):
+            if runs and dump not in runs.split(","):
+                continue
+            row: dict[str, Any] = {"model": name, "dtype": dtype, "dump": dump, "fault": how.get("fault")}
+            rows.append(row)
+            try:
+                row["same bits"] = capture(out / name / dtype / dump, name, getattr(torch, dtype), device, **how)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
+            if judge:
+                pool.submit(judge_row, out, row)
     return rows
 
 
@@ -257,6 +262,7 @@ def judge_row(out: Path, row: dict[str, Any]) -> None:
         row["right"] = row["code"] == 1 and fnmatchcase(row.get("first") or "", FAULTS[row["fault"]][1])
     else:
         row["right"] = row["code"] == 0
+    print(page([row]).splitlines()[-1], file=sys.stderr, flush=True)
 
 
 # --- operator calls ----------------------------------------------------------------------------------------------------
@@ -510,6 +516,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--runs", default="", help="some of: eager, sdpa, compiled, and faults (softmax-scale, ...)")
     parser.add_argument("--layers", type=int, default=16, help="of the model that is timed")
     parser.add_argument("--captures-only", action="store_true", help="judge nothing, to do it on another machine")
     args = parser.parse_args()
@@ -525,7 +532,7 @@ def main() -> int:
         found["calls failed"] = calls_part(args.out, device, names)
     rows = found["rows"] = []
     if "models" in parts:
-        rows += models_part(args.out, device, names, args.dtypes.split(","), not args.captures_only)
+        rows += models_part(args.out, device, names, args.dtypes.split(","), args.runs, not args.captures_only)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "models.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))

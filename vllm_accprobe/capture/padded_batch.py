@@ -204,7 +204,7 @@ class Rectangle:
             tensor = tensor[:, 0]  # latent keys are one head's, and have no place of this call
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] == length:
-                return self._kept(tensor.movedim(dim, 1).flatten(0, 1), length)
+                return self._kept((tensor if dim == 1 else tensor.movedim(dim, 1)).flatten(0, 1), length)
         if tensor.shape[1] == 1:
             return tensor.flatten(0, 1)
         return self._kept(tensor.flatten(0, 1), keys) if tensor.dim() > 2 and tensor.shape[1] == keys else tensor
