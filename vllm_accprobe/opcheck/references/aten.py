@@ -303,12 +303,13 @@ def _on_the_way(call: Call, function: Any, found: Mapping[str, Any], widened: Wi
     if base == "cumsum":
         return {"output.0": u * value.square().cumsum(given["dim"]).sqrt()}
     if base == "native_group_norm":
-        mean, scale = (found[f"output.{k}"].double().reshape(*given["input"].shape[:1], given["group"], 1) for k in (1, 2))
-        weight = 1.0 if given["weight"] is None else given["weight"].reshape(given["group"], -1, 1)
-        shift = 0.0 if given["bias"] is None else given["bias"].reshape(given["group"], -1, 1)
-        y = value.reshape(*mean.shape[:2], given["C"] // given["group"], -1)
-        noise = (y - shift).abs() + (mean * scale).abs()[..., None] * (weight if isinstance(weight, float) else weight.abs())
-        return {"output.0": u * noise.reshape(value.shape)}
+        groups = given["group"]
+        mean, scale = (found[f"output.{k}"].double().reshape(len(value), groups, 1, 1) for k in (1, 2))
+        one = torch.ones(given["C"], dtype=torch.float64)
+        weight = (one if given["weight"] is None else given["weight"]).reshape(groups, -1, 1)
+        shift = (0 * one if given["bias"] is None else given["bias"]).reshape(groups, -1, 1)
+        y = value.reshape(len(value), groups, given["C"] // groups, -1)
+        return {"output.0": u * ((y - shift).abs() + (mean * scale * weight).abs()).reshape(value.shape)}
     if base.startswith(("index_add", "scatter_add")):
         count, size = (
             _called(call, function, lambda x, change=change: change(widened.wide(x)))  # type: ignore[misc]
