@@ -78,7 +78,7 @@ def build(name: str, dtype: torch.dtype, attention: str, changes: dict[str, Any]
     return made.to(dtype)
 
 
-# --- faults: each changes one place of layer 1 -------------------------------------------------------------------------
+# --- faults: each changes one place of layer 1 ------------------------------------------------------------
 
 
 def _wrong_scale(model: Any) -> None:
