@@ -134,8 +134,8 @@ class Rectangle:
         self._keep: list[int] = []
         self._real: torch.Tensor | None = None
         self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
-        config = getattr(model, "config", None)
-        texts = [vars(c) for c in (config, getattr(config, "text_config", None)) if hasattr(c, "__dict__")]
+        own = getattr(model, "config", None)
+        texts = [vars(c) for c in (own, getattr(own, "text_config", None)) if hasattr(c, "__dict__")]
         self._heads = {n for c in texts for name, n in c.items() if "heads" in name and isinstance(n, int)}
         self._ids: torch.Tensor | None = None
         self._names: list[str] = []
