@@ -84,10 +84,10 @@ def test_a_large_weight_is_read_again_when_it_has_changed(tmp_path: Path) -> Non
 
 def test_a_small_weight_of_a_call_that_is_not_kept_is_stored_with_one_that_is(tmp_path: Path) -> None:
     """In mode sample the first call may keep no tensors: its weight's bytes, transposed, are not in the dump then."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(6)))
-    with Probe(model, dir=tmp_path / "d", ops=True, ops_mode="sample", ops_calls=4, seed=3), torch.no_grad():
-        for k in range(12):
-            model(torch.full((2, 4), float(k)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(30)))
+    with Probe(model, dir=tmp_path / "d", ops=True, ops_mode="sample", ops_calls=6, seed=0), torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(2, 8))
     dump = open_dump(tmp_path / "d")
     records = [r for r in dump.records if "::" in r.tap and r.role == "input.1"]
     assert len({r.tap for r in records}) > 2
