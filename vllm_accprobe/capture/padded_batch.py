@@ -128,8 +128,13 @@ class Rectangle:
         self._model = model
         self.batch: list[Scheduled] = []
         self.prompts = False
-        self._grid: tuple[int, int] | None = None
+        self._grid: tuple[int, int, int] | None = None
         self._keep: list[int] = []
+        self._real: torch.Tensor | None = None
+        self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
+        own = getattr(model, "config", None)
+        texts = [vars(c) for c in (own, getattr(own, "text_config", None)) if hasattr(c, "__dict__")]
+        self._heads = {n for c in texts for name, n in c.items() if "heads" in name and isinstance(n, int)}
         self._ids: torch.Tensor | None = None
         self._names: list[str] = []
         self._items: list[EncoderItem] = []
@@ -172,30 +177,47 @@ class Rectangle:
                 request = self._requests.get(name)
                 for k, image in enumerate(request.images if request else ()):
                     self._items.append(EncoderItem(name, k, "image", image.n))
-        self._grid = (batch, length)
+        self._grid, self._real = (batch, length, past + length), real
+        self._indices.clear()
         self._ids = host.reshape(-1)[self._keep]
         return True
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] or [B, H, S, ...] → [kept B*S, ...]; the last position only, [B, 1, ...], → [B, ...].
+        """[B, S, ...], [B, H, S, ...] or [B*S, ...] → [kept B*S, ...]; the last position only, [B, 1, ...], → [B, ...];
+        keys of the cache and of this call, [B, past + S, ...], → [kept B*(past + S), ...], which are no rows of it.
 
         [1, S, ...] in a larger batch is meant for every row of it (cosines of the positions)."""
-        if self._grid is None or tensor.dim() < 2:
+        if self._grid is None or not tensor.dim():
             return tensor
-        batch, length = self._grid
+        batch, length, keys = self._grid
+        if tensor.shape[0] == batch * length != batch:
+            return self._kept(tensor, length)
+        if tensor.dim() < 2:
+            return tensor
         if tensor.shape[0] == 1 and batch > 1 and tensor.dim() == 3 and tensor.shape[1] == length:
             tensor = tensor.expand(batch, *tensor.shape[1:])
         if tensor.shape[0] != batch:
             return tensor
+        if tensor.dim() == 4 and tensor.shape[1] == 1 == length and tensor.shape[2] == keys not in self._heads:
+            tensor = tensor[:, 0]  # latent keys are one head's, and have no place of this call
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] == length:
-                rows = tensor.movedim(dim, 1).flatten(0, 1)
-                if len(self._keep) != rows.shape[0]:
-                    rows = rows[torch.tensor(self._keep, device=rows.device)]
-                return rows
+                return self._kept((tensor if dim == 1 else tensor.movedim(dim, 1)).flatten(0, 1), length)
         if tensor.shape[1] == 1:
             return tensor.flatten(0, 1)
-        return tensor
+        return self._kept(tensor.flatten(0, 1), keys) if tensor.dim() > 2 and tensor.shape[1] == keys else tensor
+
+    def _kept(self, rows: torch.Tensor, columns: int) -> torch.Tensor:
+        """``rows``, the last ``columns`` of each prompt, without padding. On a device nothing waits: which rows they
+        are is copied there once per call of the model."""
+        assert self._real is not None
+        index = self._indices.get((columns, rows.device))
+        if index is None:
+            index = torch.nonzero(self._real[:, -columns:].reshape(-1)).flatten()
+            if rows.device.type != "cpu":
+                index = index.pin_memory().to(rows.device, non_blocking=True)
+            self._indices[columns, rows.device] = index
+        return rows if len(index) == len(rows) else rows[index]
 
     def space(self, part: str, rows: int) -> Space | None:
         """The row space of a tensor with ``rows`` rows in ``part`` of the model; None where it has no rows."""

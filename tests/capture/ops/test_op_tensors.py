@@ -125,3 +125,15 @@ def test_without_the_size_of_a_block_nothing_is_told() -> None:
     tensors = [("input.2", torch.zeros(5, 8)), ("input.3", torch.tensor([[70]]))]
     named = {"input.2": "window_cache_2d", "input.3": "window_slots"}
     assert touched(_MLA, named, tensors, tensors[:1], 1 << 20) == {}
+
+
+def test_a_small_weight_of_a_call_that_is_not_kept_is_stored_with_one_that_is(tmp_path: Path) -> None:
+    """In mode sample the first call may keep no tensors: its weight's bytes, transposed, are not in the dump then."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(30)))
+    with Probe(model, dir=tmp_path / "d", ops=True, ops_mode="sample", ops_calls=6, seed=0), torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(2, 8))
+    dump = open_dump(tmp_path / "d")
+    records = [r for r in dump.records if "::" in r.tap and r.role == "input.1"]
+    assert len({r.tap for r in records}) > 2
+    assert all(r.payload is not None for r in records)

@@ -247,3 +247,24 @@ def test_statistics_of_a_plain_model_are_nearly_all_checked(tmp_path: Path) -> N
                       "aten.gelu.default", "aten.native_layer_norm.default"}  # fmt: skip
     assert {r["op"] for r in rows if r["status"] != "pass"} <= {"Sequential"}
     assert all(WEAKER in r["message"] for r in rows if r["status"] == "pass")
+
+
+def test_a_call_without_tensors_takes_a_parameter_as_it_was_passed(tmp_path: Path) -> None:
+    """Expanded, as rotary frequencies are: [16] in the dump, [2, 16, 1] in the call, whose inputs are drawn."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.rand(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(self.inv_freq[None, :, None].expand(2, -1, 1), x)
+
+    model = Model()
+    with Probe(model, dir=tmp_path / "d", ops=True, ops_mode="sample", ops_calls=1):
+        for _ in range(3):
+            model(torch.randn(2, 1, 7))
+    code, found = run(tmp_path / "d", tmp_path / "o", "--ops", "aten.bmm*")
+    assert code == 0
+    assert found["aten.bmm.default"] == {"pass"}
+    assert any(WEAKER in r["message"] for r in table(tmp_path / "o"))

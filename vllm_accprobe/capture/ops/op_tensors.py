@@ -340,7 +340,8 @@ class Takes:
         parameter, and nothing writes to it."""
         if weight and tensor.nbytes > _SMALL:
             return self._weight(state, tap, op, role, call, tensor, keep)
-        return self._take(state, tap, op, role, call, tensor, keep, TakenTensor(self._last if weight else None))
+        last = self._last if weight and keep else None  # what is not kept has no bytes that later lines could name
+        return self._take(state, tap, op, role, call, tensor, keep, TakenTensor(last))
 
     def take_changed(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool,

@@ -190,7 +190,8 @@ def fractions(blocks: Iterable[tuple[RowBlock, np.ndarray]]) -> bool:
     for block, rows in blocks:
         if DTYPES[block.dtype].kind == "float":
             values = widen(block.data[rows], block.dtype, as_float=True)
-            whole = (values == np.rint(values)) & (np.abs(values) <= _MOST)
+            most = 65503.0 if block.dtype == "float16" else _MOST  # a mask's smallest number is no id in float16 either
+            whole = (values == np.rint(values)) & (np.abs(values) <= most)
             if not (whole | np.isnan(values)).all():
                 return True
     return False

@@ -82,7 +82,7 @@ def _has_own_bits(values: Tensor, finest: str) -> bool:
     own = name_of(values)
     words = values.view(_WORDS[values.element_size()])
     hits = (words & ((1 << (BITS[own] - BITS[finest])) - 1)) != 0
-    return bool((hits & torch.isfinite(values)).any())
+    return bool((hits & torch.isfinite(values.float() if values.element_size() == 1 else values)).any())
 
 
 def _finite(values: Tensor) -> Tensor:

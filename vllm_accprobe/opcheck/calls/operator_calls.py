@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from vllm_accprobe.dump.journal import inputs, tensors
+from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.schema import OpCall, Record
-from vllm_accprobe.opcheck.calls.views import view_of
+from vllm_accprobe.opcheck.calls.views import span, view_of
 from vllm_accprobe.opcheck.reference import Call, MemoryLayout, Params
 
 
@@ -115,6 +116,23 @@ def _fresh(tensor: Any) -> bool:
     return isinstance(tensor, Mapping) and bool(tensor.get("fresh"))
 
 
+def _as_passed(
+    found: Any, t: Mapping[str, Any], shape: tuple[int, ...], stride: tuple[int, ...] | None
+) -> Any:
+    """The argument of VALUE ``t`` from its own record, or, with a stride, from that of the parameter it is a view of:
+    a transposed one, a part of one. Where a view begins is not recorded, so its hash must agree. Raises NotKept."""
+    if stride is None:
+        return found.reshape(shape)
+    if len(stride) == len(shape) and span(shape, stride) <= found.numel():
+        found = found.contiguous().as_strided(shape, stride)
+    elif found.numel() == math.prod(shape):
+        found = found.reshape(shape)
+    known, dense = t.get("hash"), found.contiguous()
+    if found.shape != shape or (known is not None and known != digest([(dense.data_ptr(), dense.nbytes)])):
+        raise NotKept(f"argument {t['role']} was not kept: an unknown part of a parameter")
+    return found
+
+
 @dataclass(frozen=True)
 class _Maker:
     """Python values of a line's VALUES; fields as of `op_call`; numbers: of `numbered`."""
@@ -157,16 +175,17 @@ class _Maker:
     def tensor(self, t: Mapping[str, Any]) -> Any:
         role = str(t["role"])
         record = self.records.get(role)
-        if (record is None or record.payload is None) and t.get("param"):
+        own = record is not None and record.payload is not None
+        if not own and t.get("param"):
             record = self.param(str(t["param"]))
         if record is not None and record.payload is not None:
             if t.get("blocks"):
                 return self.read(record)
-            shape = tuple(t.get("shape", record.shape))
+            shape, stride = tuple(t.get("shape", record.shape)), None if own else tuple(t.get("stride", ()))
             if t.get("param") and self.shared is not None and role not in self.numbers:
-                lies = record.rank, record.payload, record.dtype, shape
-                return self.shared.share(lies, lambda: self.read(record).reshape(shape))
-            found = self.read(record).reshape(shape)
+                lies = record.rank, record.payload, record.dtype, shape, stride
+                return self.shared.share(lies, lambda: _as_passed(self.read(record), t, shape, stride))
+            found = _as_passed(self.read(record), t, shape, stride)
             return self.numbers[role](found) if role in self.numbers else found
         if record is not None and record.lost:
             raise NotKept(f"argument {role}: {LOST}")

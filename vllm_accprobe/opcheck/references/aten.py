@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, decline_if, device_kernel, reference
-from vllm_accprobe.opcheck.roundings import within_float32
+from vllm_accprobe.opcheck.roundings import ROUNDED, within_float32
 
 _MOVED = 2.0**-24
 _TABLE = 8191
@@ -255,6 +255,7 @@ def _expected(
         again = _called(call, function, widened.moved)
     except _REFUSALS:
         again = {}
+    on_the_way = _on_the_way(call, function, found, widened)
     expected = {}
     for role, value in found.items():
         if role not in call.outputs and (call.outputs or not role.startswith("output.")):
@@ -266,10 +267,12 @@ def _expected(
             if captured is not None and cast:
                 expected[role] = Expected(value.to(captured.dtype).double(), unit=0.0)
                 continue
-            noise = _spread(value, other)
+            noise = _spread(value, other) + on_the_way.get(role, 0.0)
             if narrow:
                 noise = noise + 2.0**-20 * value.abs()
             expected[role] = Expected(value, noise, common=0.5 * call.unit)
+        elif role == "output.1" and (chosen := _chosen(call, function, found)) is not None:
+            expected[role] = Expected(chosen)
         elif value.is_complex() or value.dim() == 0 or other is None or other.shape != value.shape:
             expected[role] = Expected(value)
         else:
@@ -278,6 +281,77 @@ def _expected(
             expected[role] = Expected(value, rows=rows, reason="" if rows is None else "two of its values are tied")
     decline_if(not expected, "its result holds no tensor")
     return expected
+
+
+def _by_name(call: Call, function: Any) -> dict[str, Any]:
+    """The arguments of a call of an operator by their names in its schema, defaults included."""
+    overload = function if isinstance(function, torch._ops.OpOverload) else function.default
+    names = [(a.name, a.default_value) for a in overload._schema.arguments]
+    return dict(names) | dict(zip((name for name, _ in names), call.args, strict=False)) | dict(call.kwargs)
+
+
+def _on_the_way(call: Call, function: Any, found: Mapping[str, Any], widened: Widened) -> dict[str, Any]:
+    """Noise by role of what right kernels of half precision round to the output's dtype before the end, each once with
+    standard error u / sqrt(3) of its size (roundings.ROUNDED): the product before the sum (cuBLAS), each partial sum
+    of a scan and of atomic additions, and a group's mean and 1 / deviation (PyTorch's CUDA kernels)."""
+    base = call.cls.removeprefix("torch.ops.").split(".")[1] if "." in call.cls else ""
+    value, u = found.get("output.0"), ROUNDED * call.unit
+    if base not in _ROUNDING or u < 2.0**-20 or not isinstance(value, torch.Tensor):
+        return {}
+    given = {name: widened.wide(a) for name, a in _by_name(call, function).items()}
+    value = value.double()
+    if base == "cumsum":
+        return {"output.0": u * value.square().cumsum(given["dim"]).sqrt()}
+    if base == "native_group_norm":
+        groups = given["group"]
+        mean, scale = (found[f"output.{k}"].double().reshape(len(value), groups, 1, 1) for k in (1, 2))
+        one = torch.ones(given["C"], dtype=torch.float64)
+        weight = (one if given["weight"] is None else given["weight"]).reshape(groups, -1, 1)
+        shift = (0 * one if given["bias"] is None else given["bias"]).reshape(groups, -1, 1)
+        y = value.reshape(len(value), groups, given["C"] // groups, -1)
+        return {"output.0": u * ((y - shift).abs() + (mean * scale * weight).abs()).reshape(value.shape)}
+    if base.startswith(("index_add", "scatter_add")):
+        count, size = (
+            _called(call, function, lambda x, change=change: change(widened.wide(x)))  # type: ignore[misc]
+            for change in (_ones, _sizes)
+        )
+        number = count["output.0"].double() - 1.0  # what is added to is a one, too
+        noise = u * number.clamp(min=0.0).sqrt() * size["output.0"].double()
+        return dict.fromkeys(("output.0", "inplace.input.0"), noise)
+    return {"output.0": u * (value - given["beta"] * given["self"]).abs()}
+
+
+_ROUNDING = frozenset((
+    "addmm", "baddbmm", "addbmm", "addmv", "cumsum", "native_group_norm", "index_add", "index_add_", "scatter_add",
+    "scatter_add_",
+))  # fmt: skip
+
+
+def _ones(x: Any) -> Any:
+    return torch.ones_like(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def _sizes(x: Any) -> Any:
+    return x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def _chosen(call: Call, function: Any, found: Mapping[str, Any]) -> Any | None:
+    """Indices that a sort or a choice of the largest may give, int64: the captured ones where they are all different
+    and name the values that are due, since the order of equal values is the kernel's; None for other operators."""
+    base = call.cls.removeprefix("torch.ops.").split(".")[1] if "." in call.cls else ""
+    mine = call.outputs.get("output.1")
+    if base not in ("sort", "topk") or not isinstance(mine, torch.Tensor) or mine.is_meta:
+        return None
+    given, right, values = _by_name(call, function), found["output.1"], found["output.0"]
+    x, dim = given["self"].detach().cpu(), given["dim"]
+    if given.get("stable") or not mine.dim() or mine.shape != right.shape or mine.dtype != right.dtype:
+        return None
+    if not mine.numel() or int(mine.min()) < 0 or int(mine.max()) >= x.shape[dim]:
+        return None
+    named, ordered = x.gather(dim, mine).double(), mine.sort(dim).values
+    once = (ordered.diff(dim=dim) != 0).all(dim, keepdim=True) if mine.shape[dim] > 1 else torch.ones_like(mine).bool()
+    due = (named == values.double()) | (named.isnan() & values.double().isnan())
+    return torch.where(once & due, mine, right)
 
 
 def _spread(value: Any, other: Any | None) -> Any:

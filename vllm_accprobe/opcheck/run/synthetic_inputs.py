@@ -36,6 +36,10 @@ _CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.TORCH_HEADS
 which fit neither each other nor a cache, would lead them."""
 
 
+_OFFSETS = ("aten._grouped_mm", "aten._scaled_grouped_mm")
+"""Operators whose integers are places where groups end: drawn ones fit no groups, and rows are left as memory was."""
+
+
 def _whole(tensor: Any) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -144,6 +148,8 @@ def _moments(record: Record) -> DrawnMoments:
 
 def _made(call: Call, references: References, device: str, weaker: bool) -> Mapping[str, Any]:
     """What the operator of this machine gives, in the dtypes that were captured. Raises Declined."""
+    if weaker and call.cls.removeprefix("torch.ops.").startswith(_OFFSETS):
+        raise Declined("drawn integers are no ends of groups")
     unchecked_kernel = weaker and "." in call.cls and not call.cls.startswith(_CHECKED)
     if unchecked_kernel and any(_whole(t) for t in tensors_by_role(call.args, call.kwargs).values()):
         raise Declined("a kernel with integer inputs, which it may take for addresses")
