@@ -175,6 +175,28 @@ def test_factors_of_rotary_scalings() -> None:
     assert (one.key, one.due) == ("rope_scaling.mrope_section", [4, 6, 6])
 
 
+QKV = "model.layers.0.self_attn.qkv_proj"
+WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+
+
+@pytest.mark.parametrize(("config", "module", "name", "right"), [
+    ({"model_type": "gemma3_text"} | WINDOWED, (ATTN, "Attention"), "impl.sliding_window", 64),
+    ({"model_type": "cohere2"} | WINDOWED, (ATTN, "Attention"), "impl.sliding_window", 65),  # and the query's own token
+    ({"model_type": "qwen3", "num_attention_heads": 4}, (QKV, "QKVParallelLinear"), "total_num_heads", 4),
+    ({"model_type": "qwen3_next", "num_attention_heads": 4}, (QKV, "QKVParallelLinear"), "total_num_heads", 8),
+    ({"model_type": "qwen3_next", "num_attention_heads": 4, "attn_output_gate": False}, (QKV, "QKVParallelLinear"),
+     "total_num_heads", 4),
+])  # fmt: skip
+def test_what_a_family_makes_of_its_config(
+    config: dict[str, Any], module: tuple[str, str], name: str, right: int
+) -> None:
+    def of(value: int) -> list[int]:
+        attrs = {name: [value - 1, 0] if "window" in name else value}
+        return [m.due for m in built(config, (*module, attrs)).mismatches if m.name == name]
+
+    assert (of(right), of(right + 1)) == ([], [right])
+
+
 def test_routing() -> None:
     tap = "model.layers.0.mlp.experts.routed_experts"
     right = {"top_k": 2, "global_num_experts": 8, "renormalize": True, "activation": "silu"}

@@ -284,7 +284,8 @@ def conclude(
     say_notes(found.problems)
     if job.repeat or job.batch:
         _say_here(job, found, out, None if verbose else 10)
-    checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
+    known = result_row.without_unknown_blocks(found.rows)
+    checked, machine = decided.settle(known, strict=standard == result_row.STRICT)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")

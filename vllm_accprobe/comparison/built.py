@@ -291,7 +291,7 @@ def _window(asked: Asked, module: Module, layer: int | None) -> Any:
     if asked.get("use_sliding_window") is False or window is None:
         return None if asked.has("sliding_window") or not asked.mentions(_LOCAL) else _ABSENT
     if kind:
-        return int(window) if kind == "sliding" else None
+        return int(window) + (asked.family in _SEES_ITSELF) if kind == "sliding" else None
     if isinstance(first := asked.get("max_window_layers"), int) and asked.has("use_sliding_window"):
         return int(window) if layer is not None and layer >= first else None
     if asked.family in ("mistral", "mixtral", "starcoder2", "phi3"):
@@ -299,6 +299,17 @@ def _window(asked: Asked, module: Module, layer: int | None) -> Any:
     return _ABSENT
 
 
+def _query_heads(asked: Asked, module: Module, layer: int | None) -> Any:
+    """Twice as many where the projection makes a gate for each head, too."""
+    gated = asked.get("attn_output_gate", default=asked.family in _GATES_HEADS)
+    found = asked.get("num_attention_heads", default=_ABSENT)
+    return found * (1 + bool(gated)) if isinstance(found, int) else found
+
+
+_GATES_HEADS = ("qwen3_next",)
+"""model_type of families that gate the attention's output unless config.json says ``attn_output_gate`` false."""
+_SEES_ITSELF = ("cohere2", "cohere2_moe", "modernbert", "openai_privacy_filter")
+"""model_type of families whose window is of the tokens before, without the query's own (vLLM 0.32, their sources)."""
 _LOCAL = r"window|attention_chunk|(^|_)local_(attn|attention|base)|attention_type|layer_types"
 """What keys are about that ask for a window, in whatever spelling."""
 
@@ -381,7 +392,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("attn_logit_softcapping",), _ATTENTION, ("impl.logits_soft_cap", "logits_soft_cap"), _soft_cap),
     Rule(("query_pre_attn_scalar", "attention_multiplier", "head_dim", "num_attention_heads"), _ATTENTION,
          ("impl.scale", "scale"), _scale),
-    Rule(("num_attention_heads",), r"^QKVParallelLinear$", ("total_num_heads",), _key("num_attention_heads"),
+    Rule(("num_attention_heads",), r"^QKVParallelLinear$", ("total_num_heads",), _query_heads,
          r"(^|\.)self_attn\.qkv_proj$"),
     Rule(("num_key_value_heads",), r"^QKVParallelLinear$", ("total_num_kv_heads",), _key("num_key_value_heads"),
          r"(^|\.)self_attn\.qkv_proj$"),

@@ -157,9 +157,9 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
 
 SETTING = "setting"
 """The role of an origin that is a constant, and the kind of its cause."""
-_FORMULA = re.compile(r"(^|[._])(eps|epsilon|scale|scaling|scaling_factor|base|theta|soft_?cap|sliding_window|window|"
-                      r"alpha|beta|limit|mscale|top_?k|renormalize|has_sink|is_neox_style|approximate|scoring_func|"
-                      r"num_expert_group|topk_group|rotary_dim|mrope_section|freq_factor|"
+_FORMULA = re.compile(r"(^|[._])(eps|epsilon|scale|scaling|scaling_factor|multiplier|base|theta|soft_?cap|"
+                      r"sliding_window|window|alpha|beta|limit|mscale|top_?k|renormalize|has_sink|is_neox_style|"
+                      r"approximate|scoring_func|num_expert_group|topk_group|rotary_dim|mrope_section|freq_factor|"
                       r"orig_max_position)($|_)")  # fmt: skip
 _OF_CACHES = ("_k_scale_float", "_v_scale_float", "_q_scale_float", "_prob_scale_float")
 """Scales of an 8-bit cache: numbers of a formula only beside another cache of that format."""

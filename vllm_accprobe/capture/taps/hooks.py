@@ -75,6 +75,9 @@ _ATTRIBUTES = [
     "head_size_v", "kv_cache_dtype", "_k_scale_float", "_v_scale_float", "attn_type", "has_sink", "use_alibi_sqrt",
     "is_causal", "softcap", "num_key_value_groups", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank",
     "kv_lora_rank",
+    # factors of a block's own code (Granite, MiniCPM, Falcon-H1, Cohere)
+    "residual_multiplier", "embedding_multiplier", "attention_multiplier", "gate_multiplier", "down_multiplier",
+    "key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier", "attention_in_multiplier", "attn_out_multiplier",
     # convolutions
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
     "enable_linear", "tp_world",

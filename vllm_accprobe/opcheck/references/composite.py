@@ -148,17 +148,45 @@ def _last(call: Call, *children: str) -> dict[str, Expected]:
     return _handed_on(call, *(("output.0", child, "output.0") for child in children))
 
 
+def residual_factor(call: Call) -> float:
+    """What a layer multiplies its attention and its MLP with before it adds them (Granite, MiniCPM), else 1."""
+    own = call.attrs.get("residual_multiplier", call.config.get("residual_multiplier"))
+    if own is None and (depth := call.config.get("scale_depth")) is not None:
+        own = float(depth) / float(call.config.get("num_hidden_layers") or 1) ** 0.5
+    return 1.0 if own is None else float(own)
+
+
+def _added(call: Call, x: Any, parts: Sequence[Any], factor: float) -> Expected:
+    """x and each part times ``factor``, added up in turn: all but the last sum are rounded, and so is each product."""
+    sizes, total = [], x
+    for i, part in enumerate(parts):
+        scaled = factor * part
+        total = total + scaled
+        sizes += [scaled.abs()] if factor != 1.0 else []
+        sizes += [total.abs()] if i + 1 < len(parts) else []
+    size = call.unit * sum(s * s for s in sizes) ** 0.5
+    return Expected(total, ROUNDED * size, bound=call.unit * sum(sizes))
+
+
 def residual_layer(call: Call) -> dict[str, Expected]:
-    """transformers' layers, which add their residual themselves: x + attention + MLP, rounded twice."""
+    """Layers that add their residual themselves, as transformers' do: x + f attention + f MLP."""
     all_seen(call)
     attention, last = first(call, "self_attn", "attn"), first(call, "mlp")
     # norms behind the attention or the MLP, as Gemma has them, are in the sum and would have to be known
     norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_layernorm")
     if attention is None or last is None or any(path in norms for path, _, _ in call.extra.get("children", ())):
         raise Declined("a layer that adds its residual itself")
-    middle = call.wide("hidden_states", "0").reshape(last.value.shape) + attention.value
-    size = call.unit * middle.abs()
-    return {"output.0": Expected(middle + last.value, ROUNDED * size, bound=size)}
+    x = call.wide("hidden_states", "0").reshape(last.value.shape)
+    return {"output.0": _added(call, x, (attention.value, last.value), residual_factor(call))}
+
+
+def parallel_layer(call: Call) -> dict[str, Expected]:
+    """Layers of one norm (Cohere): attention and MLP of the same input are added, then x, which is output.1, too."""
+    decline_if(bool(call.extra.get("partial")) or int(call.attrs.get("tp_size") or 1) > 1, "a sum over ranks")
+    x = call.wide("hidden_states", "0")
+    attention, last = child_output(call, "self_attn"), child_output(call, "mlp")
+    y = _added(call, attention.value, (last.value, x.reshape(last.value.shape)), 1.0)
+    return {"output.0": y, "output.1": Expected(x, unit=0.0)}
 
 
 @reference("*DecoderLayer")
@@ -166,10 +194,16 @@ def decoder_layer(call: Call) -> dict[str, Expected]:
     """Of layers that pass on (hidden, residual); those that add it themselves: `residual_layer`."""
     if "output.1" not in call.outputs:
         return residual_layer(call)
+    if call.cls in _PARALLEL:
+        return parallel_layer(call)
     if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
         raise Declined(WHERE_SCALED)  # some layers divide by it, so that float16 does not overflow
     norms = (("output.1", f"{which}_layernorm", "output.1") for which in ("post_attention", "pre_feedforward"))
     return _handed_on(call, ("output.0", inside(call)[-1][0].partition(".")[0], "output.0"), *norms)
+
+
+_PARALLEL = ("CohereDecoderLayer", "Cohere2MoeDecoderLayer", "CohereCompassDecoderLayer")
+"""Classes of vLLM 0.32 whose layer is `parallel_layer`."""
 
 
 @reference("*Attention", "MultiHeadLatentAttentionWrapper")
@@ -189,7 +223,11 @@ def mlp(call: Call) -> dict[str, Expected]:
     gates = [f for f in inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
     if gates:
         return {"output.0": _gated(call, gates[-1][2])}
-    return _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h")
+    found = _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h")
+    factor = call.attrs.get("down_multiplier", (call.config.get("mlp_multipliers") or (None, None))[-1])
+    if factor is None or "output.0" not in found:
+        return found
+    return found | {"output.0": Expected(float(factor) * found["output.0"].value)}
 
 
 def _gated(call: Call, gate: Any) -> Expected:

@@ -81,10 +81,13 @@ _identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
 _measured = attrgetter(*Measures.FIELDS)
 
 
+_SETTLED = ("status", "message", "measure", "measured", "allowed", "tier", "chance", "habit", "cause")
+
+
 def resettle(path: Path, rows: Sequence[CheckResult]) -> None:
     """Writes what was decided over all rows into the csv that `cells` of the single ones made: status, message and the
     figure behind it. rows: all of the csv's, in its order. Raises OSError, ValueError."""
-    at = {n: COLUMNS.index(n) for n in ("status", "message", "measure", "measured", "allowed", "habit")}
+    at = {n: COLUMNS.index(n) for n in _SETTLED}
     with path.open(encoding="utf-8", newline="") as f:
         lines_ = list(csv.reader(f))[1:]
     for line, row in zip(lines_, rows, strict=True):
