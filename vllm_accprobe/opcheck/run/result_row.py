@@ -133,7 +133,7 @@ def without_unknown_blocks(rows: Sequence[CheckResult]) -> list[CheckResult]:
         if r.status == FAIL and r.tap in outer and (r.cls, r.role) not in right:
             wrong.setdefault((r.cls, r.role), set()).add(r.tap)
     unknown = {key for key, taps in wrong.items() if len(taps) > 1}
-    none = {"measure": None, "measured": None, "allowed": None, "tier": "", "chance": None, "cause": ""}
+    none: dict[str, Any] = {"measure": None, "measured": None, "allowed": None, "tier": "", "chance": None, "cause": ""}
     return [
         replace(r, status=SKIP, message=OWN_CODE, **none)
         if r.status == FAIL and r.tap in outer and (r.cls, r.role) in unknown else r
