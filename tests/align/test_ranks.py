@@ -228,5 +228,5 @@ def test_what_is_not_merged_is_left_to_the_shapes() -> None:
 def test_a_projection_beside_which_nothing_tells_is_not_guessed() -> None:
     whole = np.arange(96, dtype="f4").reshape(2, 48)
     pieces = split(whole, 1, [32, 8, 8], [1, 1, 1], 2)
-    with pytest.raises(Unmergeable, match="cannot be told"):
+    with pytest.raises(Unmergeable, match="is not known"):
         joined(record("layers.0.attn.qkv_proj", "output.0"), whole, pieces, {})

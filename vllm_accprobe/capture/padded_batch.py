@@ -29,7 +29,7 @@ from vllm_accprobe.capture.core.rows import (
     token_space,
     vision_space,
 )
-from vllm_accprobe.capture.core.session import HEAD, VISION
+from vllm_accprobe.capture.core.session import HEAD, VISION, is_plain
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Image
 
@@ -187,7 +187,7 @@ class Rectangle:
         keys of the cache and of this call, [B, past + S, ...], → [kept B*(past + S), ...], which are no rows of it.
 
         [1, S, ...] in a larger batch is meant for every row of it (cosines of the positions)."""
-        if self._grid is None or not tensor.dim():
+        if self._grid is None or not is_plain(tensor) or not tensor.dim():
             return tensor
         batch, length, keys = self._grid
         if tensor.shape[0] == batch * length != batch:
