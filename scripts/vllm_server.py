@@ -42,7 +42,7 @@ class Server(ServedRun):
         program = str(vllm or Path(sys.executable).parent / "vllm")
         environ = os.environ | ENV | dict(env or {})
         words = [program, "serve", str(model), "--host=127.0.0.1", *SMALL, *args]
-        super().__init__(server_command(words, environ), environ, log=log)
+        super().__init__("the server", server_command(words, environ), environ, log=log)
         self.model, self.url = model, self.command.url
         self.ready_s = self.stop_s = 0.0
 
