@@ -65,7 +65,7 @@ def test_another_device_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     register_hook(model, DumpConfig(str(tmp_path / "d"), device_id=1))
     model(IDS)
     assert not (tmp_path / "d").exists()
-    assert "this device or rank is not asked for" in caplog.text
+    assert "this device or rank is not selected" in caplog.text
 
 
 def test_it_says_where_the_dump_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
