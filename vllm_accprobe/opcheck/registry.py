@@ -2,7 +2,8 @@
 
 The problem: the families need what a reference is (reference.py), and whoever checks a call needs all families; one
 file that knew both would be a circle. The idea: this module stands above both, and whoever wants the table asks here.
-Not here: what a reference is and how a name finds it (reference.py); the references (references/).
+Not here: what a reference is (reference.py), how a name finds it (reference_table.py), references (references/: a new
+one goes there).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.comparison.runner_inputs import chunk_words
+from vllm_accprobe.comparison.verdict import pair_status
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge import near_ties, shape
 from vllm_accprobe.judge.origins import Origin
@@ -299,7 +300,7 @@ def judge_flips(
     out = []
     for pair, keys in pairs:
         if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
-            pair = messages.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
+            pair = pair_status.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
         out.append((pair, keys))
     return entries, _sampler_origins(failed, setting, places), out
 

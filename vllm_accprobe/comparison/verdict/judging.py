@@ -5,7 +5,7 @@ the tensors. The idea: one pass in data-flow order. Row tables of a unit are joi
 once (`LimitCheck`); rows behind a router's near tie are forgiven (`settle`); each part becomes a pair (words and
 numbers) and its rows with an error one `TensorErrors`. Then origins, flips and the verdict follow. A measured floor
 comes from further runs of golden's side, compared with golden like any dump (`gather`). Not here: each rule (judge/),
-words (comparison/messages.py), measuring (comparison/engine.py).
+a pair's status (pair_status.py), words (comparison/messages.py), measuring (comparison/engine.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.runner_inputs import notes as state_notes
-from vllm_accprobe.comparison.verdict import blame
+from vllm_accprobe.comparison.verdict import blame, pair_status
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.calibration import (
@@ -319,7 +319,7 @@ class LimitCheck:
 
     def floor_of(
         self, key: tuple[str, str, int], phase: str | None, worst: float | None, limit: float, model: float | None
-    ) -> messages.Floor:
+    ) -> pair_status.Floor:
         """key: tap, role, call; worst: its worst row's relative L2 error; model: of rounding, or None."""
         if worst is None or key[1].startswith("param.") or not limit:
             return None, None, None
@@ -649,7 +649,7 @@ class _Judge:
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None or part.skip:
-            self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
+            self.pairs.append((pair_status.skipped_pair(unit, part), NO_ROWS.keys))
             return
         limits = EXACT
         if is_computed(unit.key[1]) and not part.equal:
@@ -677,12 +677,12 @@ class _Judge:
         known = iter(zip(errors, limits, check.worst(compared, errors), notes, strict=True))
         for part in parts:
             if part.skip:
-                self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
+                self.pairs.append((pair_status.skipped_pair(unit, part), NO_ROWS.keys))
                 continue
             error, (limit, _, rounding), worst, note = next(known)
             floor = check.floor_of(unit.key, part.phase, worst.rel, limit.row, rounding)
             numbers = None if part.table is None else next(metrics)
-            pair = messages.make_pair(unit, part, error, limit, setting, worst, numbers, floor, note)
+            pair = pair_status.make_pair(unit, part, error, limit, setting, worst, numbers, floor, note)
             self.replicas += bool(part.replicas)
             self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
             self.log.add(pair, part.rows, error.err)

@@ -2,7 +2,7 @@
 
 A family is any module here with a function that is marked with ``@reference`` or ``@device_kernel``: exact formulas,
 and below them what a device has in their place. A new one is one new file, in the folder of its family.
-Not here: how a call finds its reference (opcheck/reference.py), the table of all, other packages' too
+Not here: how a call finds its reference (opcheck/reference_table.py), the table of all, other packages' too
 (opcheck/registry.py).
 """
 

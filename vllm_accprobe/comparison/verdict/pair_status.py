@@ -1,0 +1,118 @@
+"""Whether a pair passes: its errors against its limits, and the row of compare.csv that says so.
+
+The problem: one pair has many measures, limits and places, and a table needs one status and one sentence. The idea: the
+measure that decides is the one that is furthest beyond its limit; a pair without rows in common is skipped, one of
+tokens is judged by why each of them flipped. Not here: limits (standards/, judge/), which pairs are origins and the
+verdict of all (judging.py), what a replay changes of it (opcheck/proof/decide.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.read import said as figures_said
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.judge import near_ties
+from vllm_accprobe.judge.tensor_errors import RowErrors, Worst, describe, value_and_limit
+from vllm_accprobe.kernels.formulas import Metrics
+from vllm_accprobe.standards.limits import Limits
+
+Floor = tuple["float | None", "str | None", "float | None"]
+"""(floor of a pair, where that comes from, its error in units of it)."""
+
+
+def make_pair(
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, worst: Worst,
+    metrics: Metrics | None, floor: Floor, note: str = "",
+) -> Pair:  # fmt: skip
+    """metrics: None where values were not read. note: said behind everything else."""
+    err, rows = worst.err, len(errors.err)
+    wrong = err is not None and not err <= limits.row
+    request = at = None
+    if len(part.rows) and err is not None and err > 0 and rows == len(part.rows):
+        request, at = setting.name(int(part.rows.keys[worst.row]))
+    decided = value_and_limit(errors, worst.row, limits) if part.table is not None and rows else None
+    clause = describe(*decided) if wrong and decided is not None else ""
+    if wrong and part.table is None:
+        clause = f"{part.by or 'statistics'} differ"
+    elif part.table is None and not part.identical:
+        clause = f"no payload: judged by {part.by or 'statistics'}"
+    if part.figures is not None:
+        clause = messages.join(clause, figures_said(part.figures))
+    numbers = _metrics(part, metrics)
+    # Without a finite position there is no largest error, and all there is to compare are the NaNs.
+    same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
+    by: dict[str, Any] = {} if decided is None else dict(zip(("measure", "measured", "allowed"), decided, strict=True))
+    return Pair(
+        **_names(unit, part),
+        shape=part.feature if part.whole else (len(part.rows), *part.feature),
+        **numbers,
+        worst_row_rel_l2=worst.rel,
+        worst_row_norm_ratio=worst.ratio,
+        status=FAIL if wrong else PASS,
+        message=messages.join(clause, part.replicas, part.note, note),
+        rows=None if part.whole else len(part.rows),
+        phase=part.phase,
+        prefill_rel_l2=worst.prefill,
+        decode_rel_l2=worst.decode,
+        worst_request=request,
+        worst_position=at,
+        limit=limits.row,
+        identical=same,
+        bit_identical=same and (part.identical or part.same_bits),
+        elements=part.elements,
+        kl=part.kl,
+        floor=floor[0],
+        floor_source=floor[1],
+        x_floor=floor[2],
+        **by,
+    )
+
+
+def skipped_pair(unit: MeasuredUnit, part: Part) -> Pair:
+    return Pair(**_names(unit, part), shape=part.feature, status=SKIP, message=part.skip)
+
+
+_METRICS = tuple(f.name for f in fields(Metrics))
+_PART = ("golden", "mine", "step", "rank", "dtype_golden", "dtype_mine", "call")
+_metrics_of, _part_of = attrgetter(*_METRICS), attrgetter(*_PART)
+
+
+def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
+    place = {"tap": unit.key[0], "cls": unit.cls, "role": unit.key[1], "order": unit.order, "rule": unit.rule}
+    return place | dict(zip(_PART, _part_of(part), strict=True))
+
+
+def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
+    if part.identical:
+        cosine, relative = (None, None) if part.zero else (1.0, 0.0)
+        m = Metrics(cosine, 0.0, 0.0, 0.0, relative, relative, part.nonfinite, 0)
+    if m is None:
+        return {}
+    out = dict(zip(_METRICS, _metrics_of(m), strict=True))
+    if part.table is not None and part.worst is not None and m.max_abs_err:
+        row, flat, golden, mine = part.worst
+        inner = part.feature
+        if part.whole and len(inner) > 1:  # the first dimension served as rows
+            inner = inner[1:] if len(part.table) > 1 else inner
+        place = tuple(int(i) for i in np.unravel_index(flat, inner)) if inner else ()
+        head = () if part.whole and len(part.table) == 1 else (row,)
+        out |= {"max_abs_index": head + place, "max_abs_golden": golden, "max_abs_mine": mine}
+    return out
+
+
+def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
+    if not verdicts:
+        return replace(pair, status=PASS, message="", limit=0.0)
+    counts = Counter(verdicts)
+    message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
+    bad = counts[near_ties.UPSTREAM] or any(counts[why] for why in near_ties.FAILED)
+    return replace(pair, status=FAIL if bad else PASS, message=message)
