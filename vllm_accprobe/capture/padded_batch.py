@@ -215,7 +215,8 @@ class Rectangle:
         if index is None:
             index = torch.nonzero(self._real[:, -columns:].reshape(-1)).flatten()
             if rows.device.type != "cpu":
-                index = index.pin_memory().to(rows.device, non_blocking=True)
+                index = index.pin_memory() if rows.device.type == "cuda" else index
+                index = index.to(rows.device, non_blocking=True)
             self._indices[columns, rows.device] = index
         return rows if len(index) == len(rows) else rows[index]
 

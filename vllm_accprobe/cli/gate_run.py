@@ -33,6 +33,7 @@ from vllm_accprobe.gate.localize import (
     Token,
 )
 from vllm_accprobe.gate.measure import gating
+from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
@@ -138,7 +139,8 @@ def compare(what: Any, sending: SendSettings, kept: KeptServers | None = None) -
     servers, own = kept or KeptServers(), left.kind == COMMAND and not floor_sides and not what.no_floor
     if kept is not None:
         started = [side.text for side in floor_sides if side.kind == COMMAND]
-        kept.sides = sides.kept(left, right, [*started, *([left.text] if own else [])], environ)
+        lines = prompts_file.read(sending.prompts)
+        kept.sides = sides.kept(left, right, [*started, *([left.text] if own else [])], environ, lines)
     first = sides.made("golden", left, place / "golden", sending, None, tell, environ, servers)
 
     def sent_floors() -> list[tuple[Sent, str]]:

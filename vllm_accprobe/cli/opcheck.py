@@ -284,7 +284,11 @@ def conclude(
     say_notes(found.problems)
     if job.repeat or job.batch:
         _say_here(job, found, out, None if verbose else 10)
-    known = result_row.without_unknown_blocks(found.rows)
+    known = found.rows
+    if job.against == _EXACT and not (job.runs_here or job.devices):
+        known = result_row.without_unknown_blocks(known)
+        own = {r.cls for r in known if r.message == result_row.OWN_CODE}
+        say_notes(f"{cls}: unchecked: {result_row.OWN_CODE}" for cls in sorted(own))
     checked, machine = decided.settle(known, strict=standard == result_row.STRICT)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):

@@ -291,7 +291,9 @@ def _window(asked: Asked, module: Module, layer: int | None) -> Any:
     if asked.get("use_sliding_window") is False or window is None:
         return None if asked.has("sliding_window") or not asked.mentions(_LOCAL) else _ABSENT
     if kind:
-        return int(window) + (asked.family in _SEES_ITSELF) if kind == "sliding" else None
+        if kind != "sliding":
+            return None
+        return frozenset({int(window), int(window) + 1}) if asked.family in _SEES_ITSELF else int(window)
     if isinstance(first := asked.get("max_window_layers"), int) and asked.has("use_sliding_window"):
         return int(window) if layer is not None and layer >= first else None
     if asked.family in ("mistral", "mixtral", "starcoder2", "phi3"):
@@ -306,10 +308,11 @@ def _query_heads(asked: Asked, module: Module, layer: int | None) -> Any:
     return found * (1 + bool(gated)) if isinstance(found, int) else found
 
 
-_GATES_HEADS = ("qwen3_next",)
+_GATES_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """model_type of families that gate the attention's output unless config.json says ``attn_output_gate`` false."""
 _SEES_ITSELF = ("cohere2", "cohere2_moe", "modernbert", "openai_privacy_filter")
-"""model_type of families whose window is of the tokens before, without the query's own (vLLM 0.32, their sources)."""
+"""model_type of families whose window is of the tokens before, without the query's own in vLLM 0.32; earlier releases
+took config.json's number."""
 _LOCAL = r"window|attention_chunk|(^|_)local_(attn|attention|base)|attention_type|layer_types"
 """What keys are about that ask for a window, in whatever spelling."""
 

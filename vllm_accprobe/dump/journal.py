@@ -864,7 +864,7 @@ OP = LineKind(
 )  # fmt: skip
 """`op_line` writes it."""
 WEIGHT = LineKind(
-    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype", "order", "bag"), external=("rank",),
+    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype", "shape", "order", "bag"), external=("rank",),
     left_out=(0, ""), sparse=True,
     readers={
         "shape": _shape, "parts": _parts, "written": _runs_of_rows, "raw": decode.reader(bool),

@@ -505,9 +505,9 @@ class RankWriter:
                 if self.stopped or self._closing:
                     return
                 if self._affordable(nbytes, len(self.pending)):
-                    self._append_pending()
                     self._producing = threading.get_ident()
                     try:
+                        self._append_pending()
                         self._staging.copy(address, line)
                     except BaseException as e:
                         self._interrupted(e, step)
@@ -520,7 +520,8 @@ class RankWriter:
 
     def line(self, line: Line) -> None:
         """Queues a line without a payload of its own. A callable is called by a thread of ours, in order, and gives the
-        dict or None. With no payload waiting before it, the line is on disk a tenth of a second later."""
+        dict or None. With no payload waiting before it, the line is on disk a tenth of a second later; a tensor's line
+        without payload waits for 63 more, or the end of its step (`release`)."""
         if self.pending:
             self.release()
         with self._lock:
@@ -537,21 +538,22 @@ class RankWriter:
     def release(self) -> None:
         """Queues the ``pending`` lines, all under one lock: taken for each of hundreds in a step, it costs more than
         the rest of their way. Every other method that queues does it first, so the order stays."""
+        left: Any = None
         with self._lock:
             if self.stopped or self._closing:
                 self.pending.clear()
-            elif self._affordable(0, len(self.pending)):
-                self._append_pending()
-        if self.pending:
-            step = self.pending[0][1]
-            self.pending.clear()
-            self._spent(step)
+            while self.pending and not self._affordable(0, len(self.pending)):
+                left = self.pending.pop()
+            self._append_pending()
+        if left is not None:
+            self._spent(left[1])
 
     def _append_pending(self) -> None:
         if self.pending:
-            lines = self.pending[:]
-            self.pending.clear()  # first: a signal's handler may come here, too, and no line is written twice
-            self._staging.append(*lines)
+            lines = []
+            while self.pending:  # one by one: a signal's handler may come here, too, and no line is written twice
+                lines.append(self.pending.pop())
+            self._staging.append(*reversed(lines))
 
     def room(self, sizes: Sequence[int]) -> bool:
         """Whether payloads of so many bytes each can be taken now without waiting for the disk."""

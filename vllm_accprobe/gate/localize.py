@@ -314,6 +314,7 @@ class KeptServers:
         self._runs[side] = run, stack
         with run.asked():
             yield run
+        _settle(run.log.parent)
 
     def runs(self, side: str) -> bool:
         return side in self._runs
@@ -322,23 +323,46 @@ class KeptServers:
     def taken(self, side: str) -> Iterator[ServedRun]:
         """The server of a side, which is ended with the context. The steps of the gate's answers stay as they are."""
         run, stack = self._runs.pop(side)
-        steps = {path: path.stat().st_size for path in run.log.parent.glob("steps-*/*.jsonl")}
+        steps: dict[Path, int] = {}
         try:
+            steps = {path: path.stat().st_size for path in run.log.parent.glob("steps-*/*.jsonl")}
             with run.asked():
                 yield run
         finally:
-            stack.close()
-            for path, size in steps.items():
-                os.truncate(path, size)
+            try:
+                stack.close()
+            finally:
+                for path, size in steps.items():
+                    with suppress(FileNotFoundError):
+                        os.truncate(path, size)
 
     def close(self) -> None:
         """Ends what nobody has taken; of that nothing was captured."""
-        for side in [*self._runs]:
-            with self.taken(side):
-                pass
-            shutil.rmtree(self._root / side, ignore_errors=True)
-            with suppress(OSError):
-                self._root.rmdir()
+        with ExitStack() as ends:  # each is ended, whatever the other one's end raises
+            for side in [*self._runs]:
+                ends.callback(self._end, side)
+
+    def _end(self, side: str) -> None:
+        with self.taken(side):
+            pass
+        shutil.rmtree(self._root / side, ignore_errors=True)
+        with suppress(OSError):
+            self._root.rmdir()
+
+
+_SETTLED_S = 0.3
+"""Chosen: three times as long as the plugin waits between two writes of its steps."""
+
+
+def _settle(folder: Path) -> None:
+    """Waits until a server that runs on has written the steps of its answers; 3 s at most."""
+    before: dict[Path, int] | None = None
+    for _ in range(10):
+        now = {path: path.stat().st_size for path in folder.glob("steps-*/*.jsonl")}
+        if now == before or not now:
+            return
+        before = now
+        time.sleep(_SETTLED_S)
 
 
 _SALT = "accprobe-dig"

@@ -211,10 +211,13 @@ def check(
         raise SideError(f"golden and mine: {other}: their numbers are not the same anyway")
 
 
-def kept(golden: ServerSide, mine: ServerSide, floors: Iterable[str], environ: Mapping[str, str]) -> list[str]:
-    """The sides whose servers can run on from their answers to a capture: eager ones, and golden beside every command
-    that starts after it. floors: commands; mine starts last. Raises NotServed."""
-    if golden.kind != COMMAND or mine.kind != COMMAND:
+def kept(
+    golden: ServerSide, mine: ServerSide, floors: Iterable[str], environ: Mapping[str, str], lines: Iterable[PromptLine]
+) -> list[str]:
+    """The sides whose servers can run on from their answers to a capture: eager ones, and golden with every command
+    that starts after it. floors: commands; mine starts last. Not with images: a server that saw them before would not
+    encode them again. Raises NotServed."""
+    if golden.kind != COMMAND or mine.kind != COMMAND or any("image" in str(line.messages) for line in lines):
         return []
     first, last, *others = [preflight.command_of(text, environ) for text in (golden.text, mine.text, *floors)]
     found = ["mine"] if preflight.eager(last) else []

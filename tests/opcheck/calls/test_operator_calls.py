@@ -11,6 +11,7 @@ from opcheck.operator_dumps import SKIPPED, G, OpMaker, W, X, Y, tensor
 from support.opchecked import check
 
 from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls.operator_calls import NotKept, _as_passed
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
@@ -138,3 +139,13 @@ def test_a_handle_is_never_given_to_a_kernel_again() -> None:
     found = default_references().run(call)
     assert isinstance(found, Declined)
     assert found.reason == "takes a handle of the process that was captured"
+
+
+@pytest.mark.parametrize(("shape", "kept"), [((4, 16), True), ((1 << 28, 16), False), ((1 << 33, 1 << 31), False)])
+def test_a_stride_of_zero_takes_no_unbounded_memory(shape: tuple[int, ...], kept: bool) -> None:
+    bias = torch.arange(16.0)
+    if kept:
+        assert _as_passed(bias, {"role": "input.0"}, shape, (0, 1)).tolist() == [bias.tolist()] * 4
+    else:
+        with pytest.raises(NotKept, match="unknown part"):
+            _as_passed(bias, {"role": "input.0"}, shape, (0, 0))

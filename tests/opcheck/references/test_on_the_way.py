@@ -54,6 +54,20 @@ def test_roundings_on_the_way_pass_and_a_wrong_number_does_not(name: str) -> Non
     assert passed == [True, False]
 
 
+@pytest.mark.parametrize("alpha", [-1, 100])
+def test_a_factor_of_what_is_added_is_no_count(alpha: int) -> None:
+    noise = [itself(Call("t", "aten.index_add.default", args=(START, 0, INDEX, X), kwargs={"alpha": a},
+                         outputs={"output.0": START}))["output.0"].noise for a in (1, alpha)]  # fmt: skip
+    torch.testing.assert_close(noise[1], abs(alpha) * noise[0])
+
+
+def test_memory_that_beta_leaves_out_is_no_noise() -> None:
+    call = Call("t", "aten.addmm.default", args=(torch.full_like(X, torch.nan), A, B), kwargs={"beta": 0, "alpha": 1},
+                outputs={"output.0": A @ B})  # fmt: skip
+    y = itself(call)["output.0"]
+    assert judge(y.value, (A @ B).double(), "bfloat16", noise=y.noise, common=y.common).passed
+
+
 @pytest.mark.parametrize(
     ("captured", "right"),
     [([1, 0, 2, 3], True), ([0, 1, 3, 2], True), ([0, 0, 2, 3], False), ([2, 1, 0, 3], False), ([0, 1, 2, 9], False)],

@@ -123,14 +123,21 @@ def _as_passed(
     a transposed one, a part of one. Where a view begins is not recorded, so its hash must agree. Raises NotKept."""
     if stride is None:
         return found.reshape(shape)
-    if len(stride) == len(shape) and span(shape, stride) <= found.numel():
+    whole = math.prod(shape)
+    if len(stride) == len(shape) and whole <= max(found.numel(), _EXPANDED) and span(shape, stride) <= found.numel():
         found = found.contiguous().as_strided(shape, stride)
-    elif found.numel() == math.prod(shape):
+    elif found.numel() == whole:
         found = found.reshape(shape)
+    if found.shape != shape:
+        raise NotKept(f"argument {t['role']} was not kept: an unknown part of a parameter")
     known, dense = t.get("hash"), found.contiguous()
     if found.shape != shape or (known is not None and known != digest([(dense.data_ptr(), dense.nbytes)])):
         raise NotKept(f"argument {t['role']} was not kept: an unknown part of a parameter")
     return found
+
+
+_EXPANDED = 1 << 24
+"""Chosen: elements of an expanded parameter (a bias); a stride of 0 in a stranger's journal is unbounded."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -311,14 +312,17 @@ def _on_the_way(call: Call, function: Any, found: Mapping[str, Any], widened: Wi
         y = value.reshape(len(value), groups, given["C"] // groups, -1)
         return {"output.0": u * ((y - shift).abs() + (mean * scale * weight).abs()).reshape(value.shape)}
     if base.startswith(("index_add", "scatter_add")):
+        alpha = call.kwargs.get("alpha", 1)
         count, size = (
-            _called(call, function, lambda x, change=change: change(widened.wide(x)))  # type: ignore[misc]
-            for change in (_ones, _sizes)
+            _called(replace(call, kwargs={**call.kwargs, "alpha": a} if "alpha" in call.kwargs else call.kwargs),
+                    function, lambda x, change=change: change(widened.wide(x)))  # type: ignore[misc]
+            for change, a in ((_ones, 1), (_sizes, abs(alpha)))
         )
         number = count["output.0"].double() - 1.0  # what is added to is a one, too
         noise = u * number.clamp(min=0.0).sqrt() * size["output.0"].double()
         return dict.fromkeys(("output.0", "inplace.input.0"), noise)
-    return {"output.0": u * (value - given["beta"] * given["self"]).abs()}
+    added = given["beta"] * given["self"] if given["beta"] else 0.0  # else it may be memory that nobody wrote
+    return {"output.0": (u * (value - added).abs()).nan_to_num(0.0)}
 
 
 _ROUNDING = frozenset((

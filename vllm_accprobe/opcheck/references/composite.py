@@ -156,18 +156,6 @@ def residual_factor(call: Call) -> float:
     return 1.0 if own is None else float(own)
 
 
-def _added(call: Call, x: Any, parts: Sequence[Any], factor: float) -> Expected:
-    """x and each part times ``factor``, added up in turn: all but the last sum are rounded, and so is each product."""
-    sizes, total = [], x
-    for i, part in enumerate(parts):
-        scaled = factor * part
-        total = total + scaled
-        sizes += [scaled.abs()] if factor != 1.0 else []
-        sizes += [total.abs()] if i + 1 < len(parts) else []
-    size = call.unit * sum(s * s for s in sizes) ** 0.5
-    return Expected(total, ROUNDED * size, bound=call.unit * sum(sizes))
-
-
 def residual_layer(call: Call) -> dict[str, Expected]:
     """Layers that add their residual themselves, as transformers' do: x + f attention + f MLP."""
     all_seen(call)
@@ -176,16 +164,22 @@ def residual_layer(call: Call) -> dict[str, Expected]:
     norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_layernorm")
     if attention is None or last is None or any(path in norms for path, _, _ in call.extra.get("children", ())):
         raise Declined("a layer that adds its residual itself")
-    x = call.wide("hidden_states", "0").reshape(last.value.shape)
-    return {"output.0": _added(call, x, (attention.value, last.value), residual_factor(call))}
+    x, factor = call.wide("hidden_states", "0").reshape(last.value.shape), residual_factor(call)
+    parts = factor * attention.value, factor * last.value
+    sizes = [(x + parts[0]).abs(), *((p.abs() for p in parts) if factor != 1.0 else ())]
+    noise = call.unit * sum(s * s for s in sizes) ** 0.5
+    return {"output.0": Expected(x + parts[0] + parts[1], ROUNDED * noise, bound=call.unit * sum(sizes))}
 
 
 def parallel_layer(call: Call) -> dict[str, Expected]:
-    """Layers of one norm (Cohere): attention and MLP of the same input are added, then x, which is output.1, too."""
+    """Layers of one norm (Cohere): x + attention + MLP of the same input, in either order of the two sums (it differs
+    between classes and releases); x is output.1, too."""
     decline_if(bool(call.extra.get("partial")) or int(call.attrs.get("tp_size") or 1) > 1, "a sum over ranks")
     x = call.wide("hidden_states", "0")
     attention, last = child_output(call, "self_attn"), child_output(call, "mlp")
-    y = _added(call, attention.value, (last.value, x.reshape(last.value.shape)), 1.0)
+    x = x.reshape(last.value.shape)
+    size = call.unit * torch.maximum((x + attention.value).abs(), (attention.value + last.value).abs())
+    y = Expected(x + attention.value + last.value, ROUNDED * size, bound=size)
     return {"output.0": y, "output.1": Expected(x, unit=0.0)}
 
 
