@@ -67,7 +67,7 @@ def test_a_program_that_ends_by_itself(tmp_path: Path) -> None:
         assert run.wait(30) == 7
     assert run.tail(20) == ["hello"]
     ended = rf"^x; the server ended with exit code 7: hello; read {tmp_path / 'log'}$"
-    with pytest.raises(SendError, match=ended), run.asked():
+    with pytest.raises(SendError, match=ended), run.reporting():
         raise SendError("x")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 

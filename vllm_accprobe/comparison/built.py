@@ -2,7 +2,7 @@
 
 The problem: a replay computes with the constants that the module says of itself, so that one that was built with
 another epsilon, base or window is right by its own word. The idea: one table (`RULES`) says which key of config.json
-must be found in which constant of which modules, and `Asked` reads the keys with the spellings that model families
+must be found in which constant of which modules, and `ModelKeys` reads the keys with the spellings that model families
 have. What differs in a module is a `ConfigMismatch`; a key that no rule uses and that is not known to be without effect
 is counted as unchecked, and so is a rule whose constant was not recorded. Only the language model's modules are
 checked. Where the capture wrote down config.json (run.json, ``model.config``) that counts, else the model's directory.
@@ -102,8 +102,8 @@ def _said(value: Any) -> str:
 # --- what a model asks for -------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """config.json's language part, with the spellings of its keys. used: keys that somebody asked for."""
+class ModelKeys:
+    """config.json's language part, with the spellings of its keys. used: keys that were read."""
 
     def __init__(self, config: Mapping[str, Any]):
         inner: Mapping[str, Any] = next((config[k] for k in ("text_config", "llm_config", "language_config")
@@ -193,7 +193,7 @@ def config_of(run: Mapping[str, Any], directory: Path | None) -> Mapping[str, An
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-Due = Callable[[Asked, Module, "int | None"], Any]
+Due = Callable[[ModelKeys, Module, "int | None"], Any]
 """What a module's constant must be: a value; a frozenset, any of which will do; _ABSENT where config.json says
 nothing of it."""
 
@@ -213,16 +213,16 @@ class Rule:
 
 
 def _key(*names: str, map_: Callable[[Any], Any] = lambda v: v) -> Due:
-    def due(asked: Asked, module: Module, layer: int | None) -> Any:
-        found = asked.get(*names)
+    def due(model: ModelKeys, module: Module, layer: int | None) -> Any:
+        found = model.get(*names)
         return _ABSENT if found is None else map_(found)
 
     return due
 
 
 def _rope(name: str) -> Due:
-    def due(asked: Asked, module: Module, layer: int | None) -> Any:
-        found = asked.rope(layer).get(name)
+    def due(model: ModelKeys, module: Module, layer: int | None) -> Any:
+        found = model.rope(layer).get(name)
         return _ABSENT if found is None else found
 
     return due
@@ -260,51 +260,51 @@ _GATED = {"SiluAndMul": "silu", "QuickGELU": "quick_gelu", "ReLUSquaredActivatio
           "FastGELU": "gelu_tanh", "SiLU": "silu", "ReLU": "relu"}  # fmt: skip
 
 
-def _rotary_class(asked: Asked, module: Module, layer: int | None) -> Any:
-    kind = asked.rope(layer)["rope_type"]
+def _rotary_class(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    kind = model.rope(layer)["rope_type"]
     known = _ROTARY_CLASSES.get(kind)
     if known is None or not any(module.cls in classes for classes in _ROTARY_CLASSES.values()):
         return _ABSENT  # of transformers' own code or a vendor's: what it computes is not known by its name
-    if kind in ("default", "yarn") and "mrope_section" in asked.rope(layer):
+    if kind in ("default", "yarn") and "mrope_section" in model.rope(layer):
         return frozenset(c for c in known if c.startswith("MRotary"))
     return frozenset(c for c in known if kind != "default" or not c.startswith("MRotary"))
 
 
-def _rotary_dim(asked: Asked, module: Module, layer: int | None) -> Any:
-    if (found := asked.get("qk_rope_head_dim", "rotary_dim")) is not None:
+def _rotary_dim(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    if (found := model.get("qk_rope_head_dim", "rotary_dim")) is not None:
         return found
-    part = asked.rope(layer).get("partial_rotary_factor")
+    part = model.rope(layer).get("partial_rotary_factor")
     if part is None:
-        part = asked.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
-    size = module.attrs.get("head_size", asked.head_dim)
+        part = model.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
+    size = module.attrs.get("head_size", model.head_dim)
     return int(size * part) if isinstance(size, int) and isinstance(part, (int, float)) else _ABSENT
 
 
-def _original(asked: Asked, module: Module, layer: int | None) -> Any:
-    rope = asked.rope(layer)
-    return rope.get("original_max_position_embeddings", asked.get("original_max_position_embeddings", default=_ABSENT))
+def _original(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    rope = model.rope(layer)
+    return rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings", default=_ABSENT))
 
 
-def _window(asked: Asked, module: Module, layer: int | None) -> Any:
+def _window(model: ModelKeys, module: Module, layer: int | None) -> Any:
     """The window of a layer, None for none."""
-    window, kind = asked.get("sliding_window"), asked.kind_of_layer(layer)
-    if asked.get("use_sliding_window") is False or window is None:
-        return None if asked.has("sliding_window") or not asked.mentions(_LOCAL) else _ABSENT
+    window, kind = model.get("sliding_window"), model.kind_of_layer(layer)
+    if model.get("use_sliding_window") is False or window is None:
+        return None if model.has("sliding_window") or not model.mentions(_LOCAL) else _ABSENT
     if kind:
         if kind != "sliding":
             return None
-        return frozenset({int(window), int(window) + 1}) if asked.family in _SEES_ITSELF else int(window)
-    if isinstance(first := asked.get("max_window_layers"), int) and asked.has("use_sliding_window"):
+        return frozenset({int(window), int(window) + 1}) if model.family in _SEES_ITSELF else int(window)
+    if isinstance(first := model.get("max_window_layers"), int) and model.has("use_sliding_window"):
         return int(window) if layer is not None and layer >= first else None
-    if asked.family in ("mistral", "mixtral", "starcoder2", "phi3"):
+    if model.family in ("mistral", "mixtral", "starcoder2", "phi3"):
         return int(window)
     return _ABSENT
 
 
-def _query_heads(asked: Asked, module: Module, layer: int | None) -> Any:
+def _query_heads(model: ModelKeys, module: Module, layer: int | None) -> Any:
     """Twice as many where the projection makes a gate for each head, too."""
-    gated = asked.get("attn_output_gate", default=asked.family in _GATES_HEADS)
-    found = asked.get("num_attention_heads", default=_ABSENT)
+    gated = model.get("attn_output_gate", default=model.family in _GATES_HEADS)
+    found = model.get("num_attention_heads", default=_ABSENT)
     return found * (1 + bool(gated)) if isinstance(found, int) else found
 
 
@@ -317,43 +317,43 @@ _LOCAL = r"window|attention_chunk|(^|_)local_(attn|attention|base)|attention_typ
 """What keys are about that ask for a window, in whatever spelling."""
 
 
-def _soft_cap(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = asked.get("attn_logit_softcapping")
+def _soft_cap(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    found = model.get("attn_logit_softcapping")
     return (
-        float(found) if found is not None else 0.0 if not asked.mentions(r"attn\w*(soft_?cap|logit_cap)") else _ABSENT
+        float(found) if found is not None else 0.0 if not model.mentions(r"attn\w*(soft_?cap|logit_cap)") else _ABSENT
     )
 
 
-def _scale(asked: Asked, module: Module, layer: int | None) -> Any:
-    if asked.has("kv_lora_rank") or module.cls.startswith("MLA"):
+def _scale(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    if model.has("kv_lora_rank") or module.cls.startswith("MLA"):
         return _ABSENT
-    if (found := asked.get("query_pre_attn_scalar")) is not None:
+    if (found := model.get("query_pre_attn_scalar")) is not None:
         return float(found) ** -0.5
-    if (found := asked.get("attention_multiplier")) is not None:
+    if (found := model.get("attention_multiplier")) is not None:
         return float(found)
-    size = asked.head_dim
-    return float(size) ** -0.5 if size and asked.family in _PLAIN_SCALE else _ABSENT
+    size = model.head_dim
+    return float(size) ** -0.5 if size and model.family in _PLAIN_SCALE else _ABSENT
 
 
 _activation = _key("hidden_activation", "hidden_act", "activation_function",
                    map_=lambda v: _ACTIVATIONS.get(str(v), _ABSENT))  # fmt: skip
 
 
-def _factor(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = asked.get("routed_scaling_factor")
+def _factor(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    found = model.get("routed_scaling_factor")
     return _ABSENT if found is None else frozenset({float(found), 1.0})  # some blocks multiply the sum instead
 
 
-def _norm_class(asked: Asked, module: Module, layer: int | None) -> Any:
+def _norm_class(model: ModelKeys, module: Module, layer: int | None) -> Any:
     """Families whose norms add one to the weight."""
-    plus_one = asked.family.startswith(("gemma", "paligemma")) and not asked.family.startswith(("gemma3n", "gemma4"))
+    plus_one = model.family.startswith(("gemma", "paligemma")) and not model.family.startswith(("gemma3n", "gemma4"))
     return frozenset({"GemmaRMSNorm"}) if plus_one else _ABSENT
 
 
-def _epsilon(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = {float(v) for n in _EPSILONS if isinstance(v := asked.get(n), (int, float))}
+def _epsilon(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    found = {float(v) for n in _EPSILONS if isinstance(v := model.get(n), (int, float))}
     last = module.tap.rpartition(".")[2]
-    return frozenset(found) if found and (asked.family, last) not in _OWN_EPSILON else _ABSENT
+    return frozenset(found) if found and (model.family, last) not in _OWN_EPSILON else _ABSENT
 
 
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
@@ -376,8 +376,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("rope_theta", "rope_parameters"), _ROTARY, ("base",), _rope("rope_theta")),
     Rule(("rope_scaling", "rope_parameters"), _ROTARY, ("class",), _rotary_class),
     Rule(("partial_rotary_factor", "rotary_dim", "qk_rope_head_dim"), _ROTARY, ("rotary_dim",), _rotary_dim),
-    Rule(("model_type",), _ROTARY, ("is_neox_style",), lambda asked, *_: (
-        asked.family in _HALVES if asked.family in _HALVES | _NEIGHBOURS else _ABSENT)),
+    Rule(("model_type",), _ROTARY, ("is_neox_style",), lambda model, *_: (
+        model.family in _HALVES if model.family in _HALVES | _NEIGHBOURS else _ABSENT)),
     Rule(("factor",), r"(Scaling|Llama3)\w*RotaryEmbedding$", ("scaling_factor",), _rope("factor")),
     Rule(("low_freq_factor",), r"^Llama3Rotary", ("low_freq_factor",), _rope("low_freq_factor")),
     Rule(("high_freq_factor",), r"^Llama3Rotary", ("high_freq_factor",), _rope("high_freq_factor")),
@@ -444,7 +444,7 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
     out = BuiltCheck()
     if not config:
         return out
-    asked, mods = Asked(config), [m for m in modules if not _OTHER_TOWERS.search(m.tap)]
+    model, mods = ModelKeys(config), [m for m in modules if not _OTHER_TOWERS.search(m.tap)]
     changed = set(overridden)
     found: dict[tuple[str, str, str, str], tuple[ConfigMismatch, list[str]]] = {}
     totals: Counter[tuple[str, str]] = Counter()
@@ -454,8 +454,8 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
             if not re.search(rule.classes, m.cls) or not re.search(rule.taps, m.tap):
                 continue
             match = _LAYER.search(m.tap)
-            due = rule.due(asked, m, int(match[1]) if match else None)
-            key = _named(rule, asked)
+            due = rule.due(model, m, int(match[1]) if match else None)
+            key = _named(rule, model)
             if due is _ABSENT or key.partition(".")[0] in changed or "*" in changed:
                 continue
             name, built = _constant(m, rule)
@@ -471,8 +471,8 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
     for (number_, name, _, _), (first, taps) in found.items():
         of = totals[number_, name]
         out.mismatches.append(ConfigMismatch(first.key, tuple(taps), first.cls, name, first.built, first.due, of))
-    known = asked.used | set(out.checked) | WITHOUT_EFFECT
-    out.unchecked = {k: "no rule for it" for k in asked.names() if k not in known and _matters(asked.get(k))}
+    known = model.used | set(out.checked) | WITHOUT_EFFECT
+    out.unchecked = {k: "no rule for it" for k in model.names() if k not in known and _matters(model.get(k))}
     out.unchecked |= {k: why for k, why in not_recorded.items() if k not in out.checked}
     return out
 
@@ -502,7 +502,7 @@ def check_structure(
     modules of the model are in the dump."""
     if not config:
         return
-    asked, mods = Asked(config), [m for m in modules if not _OTHER_TOWERS.search(m.tap)]
+    model, mods = ModelKeys(config), [m for m in modules if not _OTHER_TOWERS.search(m.tap)]
     cls = {m.tap: m.cls for m in mods}
 
     def compared(key: str, taps: Sequence[str], name: str, built: Any, due: Any) -> None:
@@ -512,24 +512,24 @@ def check_structure(
             out.mismatches.append(ConfigMismatch(key, tuple(taps), cls.get(taps[0], ""), name, built, due, 0))
 
     layers = {int(found[1]) for m in mods if (found := _LAYER.search(m.tap))}
-    if whole and layers and isinstance(due := asked.get("num_hidden_layers", "n_layer"), int):
-        compared(asked.key, [mods[0].tap], "layers", len(layers), due)
-    _ties(asked, params, compared)
+    if whole and layers and isinstance(due := model.get("num_hidden_layers", "n_layer"), int):
+        compared(model.key, [mods[0].tap], "layers", len(layers), due)
+    _ties(model, params, compared)
     for key, part in (("attention_bias", "self_attn.qkv_proj"), ("qkv_bias", "self_attn.qkv_proj"),
                       ("mlp_bias", "mlp.gate_up_proj")):  # fmt: skip
         taps = [m.tap for m in mods if m.tap.endswith(part) and (m.tap, "weight") in params]
-        if taps and isinstance(asked.get(key), bool):
-            wrong = [t for t in taps if ((t, "bias") in params) != asked.get(key)]
-            compared(key, wrong or taps, "bias", not asked.get(key) if wrong else asked.get(key), asked.get(key))
-    norms = _LAYER_NORMS.get(asked.family)
+        if taps and isinstance(model.get(key), bool):
+            wrong = [t for t in taps if ((t, "bias") in params) != model.get(key)]
+            compared(key, wrong or taps, "bias", not model.get(key) if wrong else model.get(key), model.get(key))
+    norms = _LAYER_NORMS.get(model.family)
     if whole and norms is not None:
         _norms(mods, norms, compared)
 
 
-def _ties(asked: Asked, params: Mapping[tuple[str, str], str], compared: Callable[..., None]) -> None:
+def _ties(model: ModelKeys, params: Mapping[tuple[str, str], str], compared: Callable[..., None]) -> None:
     embedded = [(k, v) for k, v in params.items() if k[1] == "weight" and k[0].endswith("embed_tokens")]
     heads = [(k, v) for k, v in params.items() if k[1] == "weight" and k[0].rpartition(".")[2] == "lm_head"]
-    due = asked.get(_TIED)
+    due = model.get(_TIED)
     if not isinstance(due, bool) or len(embedded) != 1:
         return
     if heads and heads[0][1] and embedded[0][1]:
@@ -556,12 +556,12 @@ def _matters(value: Any) -> bool:
     return value is not None and value is not False and value != {} and value != []
 
 
-def _named(rule: Rule, asked: Asked) -> str:
+def _named(rule: Rule, model: ModelKeys) -> str:
     """The key of config.json that a rule's value came from, as it is spelt there."""
     for origin in ("rope_parameters", "rope_scaling"):
-        if isinstance(found := asked.get(origin), Mapping) and rule.keys[0] in found and not asked.has(rule.keys[0]):
+        if isinstance(found := model.get(origin), Mapping) and rule.keys[0] in found and not model.has(rule.keys[0]):
             return f"{origin}.{rule.keys[0]}" if len(rule.keys) == 1 else origin
-    return next((k for k in rule.keys if asked.has(k)), f"no {rule.keys[0]}")
+    return next((k for k in rule.keys if model.has(k)), f"no {rule.keys[0]}")
 
 
 def _constant(m: Module, rule: Rule) -> tuple[str, Any]:

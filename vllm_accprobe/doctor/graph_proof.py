@@ -200,7 +200,7 @@ def carry_out(
             process.ready(until, "--timeout")
             left = max(until - time.monotonic(), 1.0)
             sender = Sender(command.url, command.key, timeout=left, top=LOGPROBS, max_tokens=max_tokens)
-            with process.asked(), waiting(lambda: f"{name} is sent prompts"):
+            with process.reporting(), waiting(lambda: f"{name} is sent prompts"):
                 return hashes(sender, prompts)
     except SendError as error:
         raise SendError(f"{name}: {error}") from None

@@ -552,8 +552,8 @@ class RankWriter:
         if self.pending:
             lines = []
             while self.pending:  # one by one: a signal's handler may come here, too, and no line is written twice
-                lines.append(self.pending.pop())
-            self._staging.append(*reversed(lines))
+                lines.append(self.pending.pop(0))
+            self._staging.append(*lines)
 
     def room(self, sizes: Sequence[int]) -> bool:
         """Whether payloads of so many bytes each can be taken now without waiting for the disk."""

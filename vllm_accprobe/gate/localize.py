@@ -312,7 +312,7 @@ class KeptServers:
             served(side, command, environment(environ, dump, self._gigabytes), out, ready_s, say)
         )
         self._runs[side] = run, stack
-        with run.asked():
+        with run.reporting():
             yield run
         _settle(run.log.parent)
 
@@ -326,7 +326,7 @@ class KeptServers:
         steps: dict[Path, int] = {}
         try:
             steps = {path: path.stat().st_size for path in run.log.parent.glob("steps-*/*.jsonl")}
-            with run.asked():
+            with run.reporting():
                 yield run
         finally:
             try:

@@ -241,7 +241,7 @@ class ServedRun:
         return f"{self.name} is starting" + (f": {last}" if last else "")
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """An error of a request in this context says how the server ended, where it has."""
         try:
             yield
@@ -310,7 +310,7 @@ def served(
     environ[FORCE] = environ.get(FORCE) or str((out / replies.folder_name(number)).absolute())
     with ServedRun(name, server, environ, log=out / f"engine-{number}.log", say=say) as run:
         run.ready(time.monotonic() + ready_s)
-        with run.asked():
+        with run.reporting():
             yield run
 
 

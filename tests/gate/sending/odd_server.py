@@ -31,7 +31,7 @@ def completion(body: dict[str, Any]) -> bytes:
 
 def running(url: str, log: Path) -> Any:
     """What `served` gives of such a server, as far as it is used."""
-    return SimpleNamespace(command=SimpleNamespace(url=url, key=""), log=log, asked=nullcontext)
+    return SimpleNamespace(command=SimpleNamespace(url=url, key=""), log=log, reporting=nullcontext)
 
 
 @contextmanager
