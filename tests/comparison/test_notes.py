@@ -12,6 +12,7 @@ from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.notes import differing, taps_effect, without_tensors
+from vllm_accprobe.comparison.verdict.judging import calibration_of
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.report import facts, terminal
 from vllm_accprobe.report.html import page
@@ -75,6 +76,7 @@ def test_another_constant_fails_though_its_effect_is_within_every_limit(golden):
     assert facts.headline(result) == said
     assert "evidence: both dumps recorded the constants of this module" in terminal.lines(result)
     assert "has another constant" in page(result)
+    assert calibration_of(result, "another run").origins == {}  # it has no size that a floor could have
 
 
 def test_a_constant_that_changes_no_bit_is_a_note(golden):

@@ -29,6 +29,7 @@ from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.schema import TOKENS, Module, Record
+from vllm_accprobe.judge.origins import OriginEntry
 
 MAX_JSON = 16 << 20
 _DIGITS = 1e-5
@@ -644,12 +645,12 @@ def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def with_built(origins: Iterable[dict[str, Any]], causes: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def with_built(origins: Iterable[OriginEntry], causes: Mapping[str, dict[str, Any]]) -> list[OriginEntry]:
     """``origins`` with ``causes``, by tap, where no other cause is known."""
-    return [o | {"cause": causes[o["module"]]} if o["module"] in causes and not o.get("cause") else o for o in origins]
+    return [{**o, "cause": causes[o["module"]]} if o["module"] in causes and not o.get("cause") else o for o in origins]
 
 
-def built_notes(origins: Iterable[Mapping[str, Any]], causes: Mapping[str, dict[str, Any]]) -> list[str]:
+def built_notes(origins: Iterable[OriginEntry], causes: Mapping[str, dict[str, Any]]) -> list[str]:
     """What is built otherwise, where no origin stands; each sentence once."""
     named = {causes[o["module"]]["text"] for o in origins if o["module"] in causes}
     return [t for t in dict.fromkeys(c["text"] for c in causes.values() if c["family"] == "setting") if t not in named]

@@ -39,7 +39,7 @@ from vllm_accprobe.comparison.plan.relations import STEPS, Makers
 from vllm_accprobe.comparison.plan.unit import TOP_LOGITS
 from vllm_accprobe.dump.decode import Where, decode, object_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
-from vllm_accprobe.judge.origins import Origin
+from vllm_accprobe.judge.origins import Origin, OriginEntry
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 
 Records = Mapping[Key, Sequence[Record]]
@@ -355,29 +355,29 @@ def _right(t: TensorErrors, keys: np.ndarray) -> bool:
 
 
 def entry_of(
-    entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str], settings: Mapping[str, str]
-) -> dict[str, Any]:
+    entry: OriginEntry, gap: Gap | None, classes: Mapping[str, str], settings: Mapping[str, str]
+) -> OriginEntry:
     """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role
     that of the tensor that shows the error, behind its tap's name. settings: as notes.differing's; what is
     known of a module in the gap stands in the entry."""
     if gap is None:
-        return entry | {"gap": None}
+        return {**entry, "gap": None}
     others = [f"{m}: {settings[m]}" for m in gap.contains if m in settings and m != gap.before]
     if others:
         told = "; ".join(filter(None, (str(entry["setting"]), *others)))
-        entry = entry | {"setting": told, "shape": "; ".join(filter(None, (str(entry["shape"]), *others)))}
+        entry = {**entry, "setting": told, "shape": "; ".join(filter(None, (str(entry["shape"]), *others)))}
     role = str(entry["role"])
     role = role if role.startswith(f"{gap.before}/") else f"{gap.before}/{role}"
-    return entry | {"module": gap.module, "class": classes.get(gap.module, ""), "role": role, "gap": gap.plain()}
+    return {**entry, "module": gap.module, "class": classes.get(gap.module, ""), "role": role, "gap": gap.plain()}
 
 
-def taps_of(origin: Mapping[str, Any]) -> tuple[str, ...]:
+def taps_of(origin: OriginEntry) -> tuple[str, ...]:
     """The taps that an origin's error was measured at: its module, or the end of its gap."""
     gap = origin.get("gap")
     return (str(gap["before"]),) if gap else (str(origin.get("module")),)
 
 
-def suspects_of(origin: Mapping[str, Any]) -> tuple[str, ...]:
+def suspects_of(origin: OriginEntry) -> tuple[str, ...]:
     """The modules that may have made an origin's error."""
     gap = origin.get("gap")
     if not gap:

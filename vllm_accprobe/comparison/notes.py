@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from vllm_accprobe.align.tokens import what_differs
 from vllm_accprobe.comparison import messages
@@ -32,6 +32,7 @@ from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.near_ties import Rerouted
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
 from vllm_accprobe.standards.declaration import NO_VERDICT, OF_PAIRS, SKIPPED, Cell, NamedStandard, Numbers, PairRule
@@ -209,9 +210,9 @@ def _once(tap: str, other: list[Differs], found: Mapping[str, list[Differs]]) ->
 
 
 def with_constants(
-    origins: Iterable[tuple[int, dict[str, Any]]], settings: Mapping[str, str], classes: Mapping[str, str],
+    origins: Iterable[tuple[int, OriginEntry]], settings: Mapping[str, str], classes: Mapping[str, str],
     pairs: Iterable[Pair],
-) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
+) -> list[tuple[int, OriginEntry]]:  # fmt: skip
     """``origins``, (place in the data flow, compare.json's entry), with an entry for each tap of ``settings`` (as
     `differing`'s) that may matter; a module that is an origin already, or stands for one inside that was not captured,
     is given the cause instead. classes: by tap."""
@@ -234,7 +235,7 @@ def with_constants(
         entry: dict[str, Any] = dict.fromkeys(_NOTHING)
         entry |= {"module": tap, "class": classes.get(tap, ""), "role": SETTING, "evidence": "values", "rows": 0,
                   "nonfinite": 0, "shape": "", "setting": said, "cause": cause(said)}  # fmt: skip
-        found.append((min(places[t][0] for t in near), entry))
+        found.append((min(places[t][0] for t in near), cast("OriginEntry", entry)))
     return found
 
 
@@ -290,7 +291,7 @@ def _differ(a: Any, b: Any) -> bool:
 _NAMED = 3
 
 
-def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
+def nonfinite_steps(origins: Sequence[OriginEntry]) -> list[str]:
     found = [(o["module"], o["nonfinite"]) for o in origins if o.get("nonfinite")]
     if not found:
         return []

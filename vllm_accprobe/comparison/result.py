@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.runner_inputs import RUNNER, cache_origin, is_cache, is_explained
 from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Comparison:
     pairs: list[Pair]
     coverage: dict[str, Any]
     first_divergence: dict[str, Any] | None
-    origins: list[dict[str, Any]]
+    origins: list[OriginEntry]
     tokens: dict[str, Any]
     verdict: str
     notes: list[str]

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from vllm_accprobe.dump.schema import (
     Request,
     hash_token_bytes,
 )
+from vllm_accprobe.judge.origins import ORIGIN_KEYS, OriginEntry
 
 RUNNER = "runner"
 """The cache of a finding of compare.json's ``states`` that is the runner's, and the class of its origin."""
@@ -772,29 +773,29 @@ def ledger_sentence(dump: Any, rank: int, found: StateFinding, said: str) -> str
 _INPUTS = re.compile(r"^(?:.*/)?input\.(positions|position_ids|input_ids)$")
 
 
-def is_input(origin: Mapping[str, Any]) -> bool:
+def is_input(origin: OriginEntry) -> bool:
     """Whether an origin of a comparison is what the runner hands to the model."""
     return origin.get("module") == ROOT_TAP and _INPUTS.match(str(origin.get("role"))) is not None
 
 
-def is_explained(origin: Mapping[str, Any], finding: Mapping[str, Any]) -> bool:
+def is_explained(origin: OriginEntry, finding: Mapping[str, Any]) -> bool:
     """Whether an origin of a comparison is what the runner's own finding says: other inputs, or rows of logits."""
     roles = finding["role"], f"{finding['module']}/{finding['role']}"
     return is_input(origin) or (origin.get("module") == ROOT_TAP and origin.get("role") in roles)
 
 
-def with_inputs(origins: Iterable[dict[str, Any]], chunk: Callable[[str, int], str]) -> list[dict[str, Any]]:
+def with_inputs(origins: Iterable[OriginEntry], chunk: Callable[[str, int], str]) -> list[OriginEntry]:
     """``origins`` with those that are the model's inputs as the runner's. chunk: of a request's position, in words."""
-    out = []
+    out: list[OriginEntry] = []
     for origin in origins:
         if is_input(origin) and not origin.get("gap"):
-            known = origin.get("request") is not None and origin.get("position") is not None
-            origin = with_cause(origin, chunk(str(origin["request"]), int(origin["position"])) if known else "")
+            request, position = origin["request"], origin["position"]
+            origin = with_cause(origin, "" if request is None or position is None else chunk(request, position))
         out.append(origin)
     return out
 
 
-def with_cause(origin: dict[str, Any], chunk: str) -> dict[str, Any]:
+def with_cause(origin: OriginEntry, chunk: str) -> OriginEntry:
     """``origin``, a root input that differs from golden's, with the runner as its cause. chunk: of its first row."""
     match = _INPUTS.match(str(origin.get("role")))
     assert match is not None
@@ -805,7 +806,7 @@ def with_cause(origin: dict[str, Any], chunk: str) -> dict[str, Any]:
     text += f", {chunk}" if chunk and of else ""
     parameter = {"request": origin.get("request"), "first": origin.get("position"), "rows": origin.get("rows")}
     cause = {"family": "input", "text": text, "parameter": parameter, "residual": 0.0, "chance": None}
-    return origin | {"class": RUNNER, "cause": cause}
+    return {**origin, "class": RUNNER, "cause": cause}
 
 
 SIDES = ("golden", "mine")
@@ -819,11 +820,6 @@ CACHE = "cache"
 OWNERS = "owners"
 """The mode of the ledger that a capture has by default."""
 _CLASSES = {"kv": "KV cache", "state": "state cache"}
-ORIGIN_KEYS = (
-    "module", "class", "role", "request", "position", "phase", "created", "propagated", "floor", "evidence", "tier",
-    "times", "chance", "layers", "rows", "worst", "nonfinite", "shape", "setting", "cause", "gap",
-)  # fmt: skip
-"""Of an entry of compare.json's ``origins``, in their order."""
 
 
 def states_of(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -891,14 +887,14 @@ def _all(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
     return list((states.get(side) or {}).get("findings") or ())
 
 
-def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
+def cache_origin(states: Mapping[str, Any]) -> OriginEntry | None:
     """compare.json's entry of the origin that mine's first finding is: the cache of the first layer that shows it."""
     found = findings(states, "mine")
     if not found:
         return None
     one = found[0]
     low, high = one.get("low"), one.get("high")
-    return dict.fromkeys(ORIGIN_KEYS) | {
+    return cast("OriginEntry", dict.fromkeys(ORIGIN_KEYS) | {
         "module": one.get("layer") or one.get("first") or f"cache group {one.get('group')}",
         "class": RUNNER if one.get("cause") else _CLASSES.get(str(one.get("cache")), "cache"),
         "role": one.get("role") or CACHE,
@@ -911,10 +907,10 @@ def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
         "shape": str(one.get("sentence") or ""),
         "setting": "",
         "cause": one.get("cause"),
-    }
+    })
 
 
-def is_cache(origin: Mapping[str, Any]) -> bool:
+def is_cache(origin: OriginEntry) -> bool:
     """Whether an origin is a finding of a run's own: of its ledger, or of what its runner handed to the model."""
     return origin.get("role") == CACHE or (origin.get("class") == RUNNER and origin.get("created") is None)
 

@@ -28,6 +28,7 @@ from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.journal import NO_LIVES, WeightPrint
 from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.dump.weight_sums import row_keys
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.weights import DIFFERS, State, WeightHistory, event_words, named, side_of
 
 ADDRESS, PRECISION, FACTOR, LOADING, UNKNOWN = "address", "precision", "factor", "loading", "unknown"
@@ -805,14 +806,14 @@ def _with_place(finding: dict[str, Any], found: RowsFound | None) -> dict[str, A
     return finding | {"says": f"{says}{before}: {found.text}", "cause": found.cause}
 
 
-def with_causes(origins: Iterable[dict[str, Any]], weights: Mapping[str, Any]) -> list[dict[str, Any]]:
+def with_causes(origins: Iterable[OriginEntry], weights: Mapping[str, Any]) -> list[OriginEntry]:
     """``origins`` with the causes of those that are parameters."""
     causes = {(p["module"], p["parameter"]): p["cause"] for p in reversed(weights.get("places") or [])}
-    out = []
+    out: list[OriginEntry] = []
     for origin in origins:
         tap, _, name = str(origin.get("role")).rpartition("param.")
         cause = causes.get((tap.rstrip("/") or str(origin.get("module")), name)) if name else None
-        out.append(origin if cause is None or origin.get("cause") else origin | {"cause": cause})
+        out.append(origin if cause is None or origin.get("cause") else {**origin, "cause": cause})
     return out
 
 

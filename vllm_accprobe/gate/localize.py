@@ -36,6 +36,7 @@ from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.served_run import ServedRun, served
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.waiting import USUAL, Pace, waiting
 from vllm_accprobe.whole_file import write_private
@@ -512,7 +513,7 @@ class Localized:
 
     plan: LocalizePlan
     verdict: str
-    origin: Mapping[str, Any] | None
+    origin: OriginEntry | None
     others: int
     gap: float | None
     token: tuple[str, int, int] | None
@@ -576,13 +577,13 @@ def _gap(dig: Localization) -> float | None:
     return next((t.distance for t in found if t.position == target.position), None)
 
 
-def _token(origin: Mapping[str, Any] | None, golden: Sent) -> tuple[str, int, int] | None:
+def _token(origin: OriginEntry | None, golden: Sent) -> tuple[str, int, int] | None:
     if origin is None or type(origin.get("position")) is not int:
         return None
-    request = str(origin.get("request"))
+    request, position = str(origin["request"]), origin["position"] or 0
     for index in range(len(golden.passes)):
         name = request.removesuffix(f"{_PASS}{index}") if index else request
         reply = golden.passes[0].get(name)
         if reply is not None and reply.prompt_token_ids and replies.request_id(name, index) == request:
-            return name, index, max(int(origin["position"]) - len(reply.prompt_token_ids) + 1, 0)
+            return name, index, max(position - len(reply.prompt_token_ids) + 1, 0)
     return None

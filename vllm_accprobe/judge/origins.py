@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
@@ -224,6 +224,25 @@ class Prefixes(Generic[S]):
 
 
 _NONE = np.zeros(0, np.int64)
+
+
+OriginEntry = TypedDict(
+    "OriginEntry",
+    {
+        "module": str, "class": str | None, "role": str, "request": str | None, "position": int | None,
+        "phase": str | None, "created": float | None, "propagated": float | None, "floor": float | None,
+        "evidence": str, "tier": NotRequired[str | None], "times": NotRequired[float | None],
+        "chance": NotRequired[float | None], "layers": NotRequired[dict[str, Any] | None], "rows": int,
+        "worst": float | None, "shape": str, "nonfinite": NotRequired[int], "setting": NotRequired[str],
+        "cause": NotRequired[Mapping[str, Any] | None], "gap": NotRequired[Mapping[str, Any] | None],
+        "graph": NotRequired[Any], "decided_by": NotRequired[str],
+    },
+)  # fmt: skip
+"""An origin as compare.json has it, in its order (docs/compare.md). created, propagated, floor, worst: relative L2
+errors; times: worst over the limit; chance: of such an error in a clean run; gap: the taps that it lies between,
+where it is at none (comparison/gaps.py); cause: kind or family, sentence, parameter (opcheck/causes)."""
+ORIGIN_KEYS = tuple(k for k in OriginEntry.__annotations__ if k not in ("graph", "decided_by"))
+"""Of an entry that has all but the rare ones, in their order."""
 
 
 @dataclass(frozen=True)

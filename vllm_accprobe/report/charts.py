@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK
 from vllm_accprobe.comparison.pair import severity, value_of
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.facts import origin_factor
 from vllm_accprobe.report.verdict_parts import tap_of
@@ -64,7 +65,7 @@ def layer_of(tap: str) -> str | None:
 def depth(comparison: Comparison) -> list[Point]:
     """Points in data-flow order; an origin has one, whatever it was blamed for."""
     taps: dict[str, list[Pair]] = {}
-    origins: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    origins: dict[str, tuple[int, OriginEntry]] = {}
     for number, origin in enumerate(comparison.origins, 1):
         origins.setdefault(tap_of(origin), (number, origin))
     for pair in comparison.pairs:
@@ -81,7 +82,7 @@ def on_axis(pair: Pair) -> bool:
 
 
 def _point(
-    tap: str, pairs: list[Pair], created: float | None, blamed: tuple[int, Mapping[str, Any]] | None
+    tap: str, pairs: list[Pair], created: float | None, blamed: tuple[int, OriginEntry] | None
 ) -> Point:  # fmt: skip
     worst: dict[str, float] = {}
     for pair in pairs:

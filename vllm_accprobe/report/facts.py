@@ -19,6 +19,7 @@ from vllm_accprobe.comparison.pair import ratio, value_of
 from vllm_accprobe.comparison.pair import severity as severity
 from vllm_accprobe.comparison.plan.unit import TOKEN
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER, findings, is_cache, watched, whose
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report import facts
@@ -93,7 +94,7 @@ _RAREST = 1e-12
 """chosen: below, a probability is a figure of speech; the sentence says that it is smaller."""
 
 
-def sentence(origin: Mapping[str, Any]) -> str | None:
+def sentence(origin: OriginEntry) -> str | None:
     """``proved: 3.1 times the error bound of its own inputs``; None where an origin does not say its tier."""
     tier, by = origin.get("tier"), f"{n} times" if (n := _number(origin.get("times"))) else ""
     seldom = odds(origin.get("chance"))
@@ -125,12 +126,12 @@ def optional_columns(comparison: Comparison) -> list[tuple[str, list[str]]]:
     return [(name, texts) for name, texts in found.items() if any(texts)]
 
 
-def whole(origin: Mapping[str, Any]) -> str:
+def whole(origin: OriginEntry) -> str:
     """The tier's sentence and the layers, for a table; empty where neither is known."""
     return ", ".join(x for x in (sentence(origin), layers(origin)) if x)
 
 
-def short(origin: Mapping[str, Any]) -> str | None:
+def short(origin: OriginEntry) -> str | None:
     """The tier and by how much, for a line that says other things, too: ``beyond chance, 5.2x``."""
     tier = origin.get("tier")
     if not tier:
@@ -139,7 +140,7 @@ def short(origin: Mapping[str, Any]) -> str | None:
     return safe(tier, 60) + (f", {by}x" if by else "")
 
 
-def layers(origin: Mapping[str, Any]) -> str | None:
+def layers(origin: OriginEntry) -> str | None:
     """``in all 4 layers`` or ``in 3 of 4 layers``, of a fault that is in more than one; else None."""
     found = origin.get("layers")
     if not isinstance(found, Mapping):
@@ -172,7 +173,7 @@ def alarms(comparison: Comparison) -> str | None:
     return f"the limits name an origin, of whatever size, in {odds(expected)} comparisons with rounding alone"
 
 
-def origin_factor(origin: Mapping[str, Any]) -> float | None:
+def origin_factor(origin: OriginEntry) -> float | None:
     """How many times its own limit an origin's worst row reaches, the one factor that is said of it; infinite for NaN
     and for what must be equal, None where nobody measured it."""
     created, known = origin.get("created"), origin.get("times")
@@ -183,7 +184,7 @@ def origin_factor(origin: Mapping[str, Any]) -> float | None:
     return ratio(created, origin.get("floor"))
 
 
-def origin_size(origin: Mapping[str, Any]) -> float | None:
+def origin_size(origin: OriginEntry) -> float | None:
     """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where nobody
     measured it."""
     created, limit, found = origin.get("created"), origin.get("floor"), origin_factor(origin)
@@ -192,7 +193,7 @@ def origin_size(origin: Mapping[str, Any]) -> float | None:
     return None if created is None else float(created)
 
 
-def origin_times(origin: Mapping[str, Any]) -> str:
+def origin_times(origin: OriginEntry) -> str:
     """``13x``; empty where that is no number."""
     found = origin_factor(origin)
     return "" if found is None else times(found, 1.0)
@@ -268,7 +269,7 @@ def over(pair: Pair) -> str:
     return "∞" if found == math.inf else times(found, 1.0) or MISSING
 
 
-def introduced_by(origin: Mapping[str, Any]) -> str:
+def introduced_by(origin: OriginEntry) -> str:
     """Who introduces an error, and in how many layers: ``X (cls) introduces the error``, of a gap ``the error is
     created between X and Y``."""
     if gap := gap_of(origin):
@@ -276,7 +277,7 @@ def introduced_by(origin: Mapping[str, Any]) -> str:
     return f"{origin_title(origin)} {deed(origin)}" + (f" {n}, first here" if (n := layers(origin)) else "")
 
 
-def deed(origin: Mapping[str, Any]) -> str:
+def deed(origin: OriginEntry) -> str:
     """What an origin does. A file's tensor, of which it is not known what went in, is not said to create anything, and
     a module with another constant, or with other weights, computes what it was built to."""
     if is_cache(origin):
@@ -290,7 +291,7 @@ def deed(origin: Mapping[str, Any]) -> str:
     return "differs" if origin.get("role") == FILE else "introduces the error"
 
 
-def constant(origin: Mapping[str, Any]) -> str:
+def constant(origin: OriginEntry) -> str:
     """``impl.scale is 0.1275, golden has 0.125``, of an origin that was built otherwise; else empty, also where a
     replay shows that this does not matter."""
     cause = origin.get("cause")
@@ -299,7 +300,7 @@ def constant(origin: Mapping[str, Any]) -> str:
     return safe(cause.get("sentence") or "", 400)
 
 
-def of_runner(origin: Mapping[str, Any]) -> str:
+def of_runner(origin: OriginEntry) -> str:
     """What the runner did, of an origin that is the model's input and not golden's; else empty."""
     cause = origin.get("cause")
     if origin.get("class") != RUNNER or not isinstance(cause, Mapping):
@@ -307,7 +308,7 @@ def of_runner(origin: Mapping[str, Any]) -> str:
     return safe(str(cause.get("text") or "").removeprefix("the runner: "), 1000)
 
 
-def cause(origin: Mapping[str, Any]) -> str:
+def cause(origin: OriginEntry) -> str:
     """``mine's output is what this Attention gives without its soft cap of 5``, where a replay proves it, with what is
     left and how likely that is by chance; else empty."""
     found = origin.get("cause")
@@ -323,7 +324,7 @@ def cause(origin: Mapping[str, Any]) -> str:
     return safe(found["text"], 600) + (f" ({'; '.join(proof)})" if proof else "")
 
 
-def origin_title(origin: Mapping[str, Any]) -> str:
+def origin_title(origin: OriginEntry) -> str:
     """``model.layers.3.mlp.down_proj (RowParallelLinear)``; of a gap ``between X and Y``."""
     if gap := gap_of(origin):
         return between(gap)
@@ -331,7 +332,7 @@ def origin_title(origin: Mapping[str, Any]) -> str:
     return f"{title} ({safe(origin['class'], 80)})" if origin.get("class") else title
 
 
-def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+def infinite(comparison: Comparison, origin: OriginEntry) -> str:
     """What an origin's infinite error means, from its own pairs: a NaN or Inf, numbers that must be equal, or a golden
     of nothing but 0, which no relative error can be measured by."""
     role = str(origin.get("role"))
@@ -347,14 +348,14 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     return UNMEASURABLE
 
 
-def place_of(origin: Mapping[str, Any]) -> tuple[Any, Any]:
+def place_of(origin: OriginEntry) -> tuple[Any, Any]:
     gap = gap_of(origin)
     if gap is None:
         return origin.get("module"), origin.get("role")
     return gap["before"], str(origin.get("role")).removeprefix(f"{gap['before']}/")
 
 
-def evidence(origin: Mapping[str, Any]) -> str:
+def evidence(origin: OriginEntry) -> str:
     """What an origin rests on, in a sentence without its full stop; empty for a word that is none of ours."""
     word = str(origin.get("evidence"))
     if gap_of(origin) and word == "jump":
@@ -365,12 +366,12 @@ def evidence(origin: Mapping[str, Any]) -> str:
     return EVIDENCE.get(word, "")
 
 
-def origin_name(origin: Mapping[str, Any]) -> str:
+def origin_name(origin: OriginEntry) -> str:
     gap = gap_of(origin)
     return between(gap) if gap else str(origin.get("module", "?"))
 
 
-def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+def origin_detail(comparison: Comparison, origin: OriginEntry) -> str:
     """Where and how much: ``output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)``."""
     if is_cache(origin):
         return where(origin)
@@ -392,7 +393,7 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _held(created: float, origin: Mapping[str, Any]) -> str:
+def _held(created: float, origin: OriginEntry) -> str:
     """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is named; ``(13x,
     by its gain)`` where another measure than the row's error decided, by which both numbers are so far apart."""
     limit, factor, size = origin.get("floor"), origin_times(origin), origin_size(origin)
@@ -406,18 +407,18 @@ _DECIDED = {"gain": ", by its gain", "column": ", by a column", "element": ", by
 """Measures of a replay (docs/opcheck.md) that are not the row's error."""
 
 
-def created_as(origin: Mapping[str, Any]) -> str:
+def created_as(origin: OriginEntry) -> str:
     """What an origin's ``created`` measures, in words."""
     metric = str(origin.get("measure") or origin.get("metric") or "row_rel_l2")
     return METRICS.get(metric) or safe(metric, 60)
 
 
-def shape(origin: Mapping[str, Any]) -> str | None:
+def shape(origin: OriginEntry) -> str | None:
     """The sentence on the shape of an origin's error, such as ``columns 400-511 of 512``, where there is one."""
     return safe(origin["shape"], 300) if origin.get("shape") else None
 
 
-def graph(origin: Mapping[str, Any]) -> str | None:
+def graph(origin: OriginEntry) -> str | None:
     """Where in compiled and captured graphs an origin's error is: the piece, captured sizes, padding; None where it is
     not known, as in an engine that compiles nothing."""
     found = origin.get("graph")
@@ -481,7 +482,7 @@ def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
 FURTHER = "further findings of the ledger of states and of the runner's inputs"
 
 
-def operators(comparison: Comparison) -> list[dict[str, Any]]:
+def operators(comparison: Comparison) -> list[OriginEntry]:
     return [o for o in comparison.origins if not is_cache(o)]
 
 

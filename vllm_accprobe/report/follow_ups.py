@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.gaps import splitting
 from vllm_accprobe.comparison.pair import severity
 from vllm_accprobe.comparison.verdict.follow_ups import dump_facts
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report.charts import layer_of
 from vllm_accprobe.report.facts import glob_of, line_of, operators, own_pairs, path_word, wrong_states
@@ -67,7 +68,7 @@ class _Place:
 
     tap: str
     pair: Pair
-    origin: Mapping[str, Any] | None
+    origin: OriginEntry | None
 
     @staticmethod
     def of(comparison: Comparison) -> _Place | None:
@@ -84,7 +85,7 @@ class _Place:
             return p.status == "fail", row != (None, None) and (p.worst_request, p.worst_position) == row, severity(p)
 
         pair = max(own, key=rank)
-        return _Place(pair.tap, pair, found if origins else None)
+        return _Place(pair.tap, pair, origins[0] if origins else None)
 
     def golden(self, comparison: Comparison) -> tuple[str, str] | None:
         """Golden's (tap, what `show` takes for it); None where its own names, a tool's of files, do not tell."""
@@ -114,8 +115,8 @@ def _split(comparison: Comparison, gap: Mapping[str, Any]) -> NextStep | None:
 
 def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[NextStep | None]:
     origin = place.origin
-    if origin is not None and origin.get("gap"):
-        yield _split(comparison, origin["gap"])
+    if origin is not None and (gap := origin.get("gap")):
+        yield _split(comparison, gap)
         return
     if origin is None or not str(origin.get("role")).rpartition("/")[2].startswith(("output", "input", "inplace")):
         return

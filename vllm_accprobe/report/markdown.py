@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.comparison.runner_inputs import is_cache
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 
@@ -85,7 +86,7 @@ def _origins(comparison: Comparison) -> list[str]:
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
 
 
-def _size(origin: Mapping[str, object]) -> str:
+def _size(origin: OriginEntry) -> str:
     factor = facts.origin_times(origin)
     return f"{num(facts.origin_size(origin))} / {num(origin.get('floor'))}" + (f" ({factor})" if factor else "")
 

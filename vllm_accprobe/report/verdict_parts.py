@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_accprobe.comparison.gaps import splitting
 from vllm_accprobe.comparison.plan.relations import GOLDEN
 from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Edge, OriginNeighbours
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.report.text import MISSING, count, factor, num, safe
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ SHOWN_MODULES = 4
 """Modules that a line names."""
 
 
-def gap_of(origin: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def gap_of(origin: OriginEntry) -> Mapping[str, Any] | None:
     gap = origin.get("gap")
     return gap if isinstance(gap, Mapping) and gap.get("before") else None
 
 
-def tap_of(origin: Mapping[str, Any]) -> str:
+def tap_of(origin: OriginEntry) -> str:
     """The tap whose tensor shows an origin's error: its module, or the end of its gap."""
     gap = gap_of(origin)
     return str(gap["before"] if gap else origin.get("module", "?"))
@@ -45,7 +46,7 @@ def where(gap: Mapping[str, Any]) -> str:
     return f"between {safe(gap['after'])} and {before}" if gap.get("after") else f"in front of {before}"
 
 
-def inside(comparison: Comparison, origin: Mapping[str, Any]) -> str | None:
+def inside(comparison: Comparison, origin: OriginEntry) -> str | None:
     """What lies in an origin's gap and how to see it, as one line; None where there is no gap."""
     gap = gap_of(origin)
     if gap is None:

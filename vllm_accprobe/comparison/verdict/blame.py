@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from vllm_accprobe.comparison.runner_inputs import chunk_words
 from vllm_accprobe.comparison.verdict import pair_status
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge import near_ties, shape
-from vllm_accprobe.judge.origins import Origin
+from vllm_accprobe.judge.origins import Origin, OriginEntry
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 from vllm_accprobe.judge.siblings import TensorStats
 from vllm_accprobe.judge.tensor_errors import TensorErrors
@@ -77,7 +77,7 @@ class Places:
 
 def origin_entry(
     c: Origin, setting: ComparisonContext, places: Places, pairs: Compared, chosen: Chosen | None = None
-) -> dict[str, Any]:
+) -> OriginEntry:
     trace = c.trace
     request = where = phase = None
     at = 0
@@ -93,7 +93,8 @@ def origin_entry(
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
     said = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
-    return {
+    graph = _graph_of(c, setting, places)
+    return cast("OriginEntry", {
         "module": c.tap,
         "class": setting.classes.get(c.tap, ""),
         "role": trace.role if trace.tap == c.tap else f"{trace.tap}/{trace.role}",
@@ -114,7 +115,7 @@ def origin_entry(
         "shape": said,
         "setting": "",
         "cause": None,
-    } | ({"graph": graph} if (graph := _graph_of(c, setting, places)) else {})
+    } | ({"graph": graph} if graph else {}))  # fmt: skip
 
 
 def steps_of(created: Sequence[Origin]) -> dict[str, int]:
@@ -270,7 +271,7 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
 
 def judge_flips(
     setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Compared
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Compared]:
+) -> tuple[list[dict[str, Any]], list[OriginEntry], Compared]:
     """(entries of ``tokens.flipped``, the sampler's origins, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
     failed: list[_Failed] = []
@@ -326,13 +327,13 @@ _OF_SAMPLER = {near_ties.PROCESSED: near_ties.SAMPLED, near_ties.GOLDEN_PROCESSE
 
 def _sampler_origins(
     failed: Sequence[_Failed], setting: ComparisonContext, places: Places
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[OriginEntry]:  # fmt: skip
     """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
     an unknown past explains do neither."""
     if any(row.left == WRONG and not row.said[0] for row in failed):
         failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
                   for row in failed]  # fmt: skip
-    out = []
+    out: list[OriginEntry] = []
     for verdicts, role in (((near_ties.PROCESSED, near_ties.GOLDEN_PROCESSED), MASKED_LOGITS),
                            ((near_ties.SAMPLED, near_ties.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
         rows = [row for row in failed if row.why in verdicts]

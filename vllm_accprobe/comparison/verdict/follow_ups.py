@@ -19,6 +19,7 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.result import PARTLY, WHOLE, Comparison
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.near_ties import ROWS_AFTER, UNKNOWN
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, SIBLING_OUTLIER
 
 FEW_ROWS = 32
@@ -100,7 +101,7 @@ def not_checked(result: Comparison) -> dict[str, str] | None:
     return {"why": why, "command": command}
 
 
-def convicted(origin: Mapping[str, Any]) -> bool:
+def convicted(origin: OriginEntry) -> bool:
     """Whether an origin breaks a floor that needs no further witness: any but that of its sibling layers, and not
     behind an unseen router. An origin that does not say its tier rests on fixed limits."""
     return origin.get("tier") not in (SIBLING_OUTLIER, BEHIND_A_ROUTER) or str(origin.get("role")).startswith("param.")

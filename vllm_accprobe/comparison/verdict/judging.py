@@ -397,7 +397,7 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
     origins: dict[str, float] = {}
     for o in result.origins:
         worst = o["worst"]
-        if math.isfinite(worst):
+        if worst is not None and math.isfinite(worst):  # another constant, or a cache, has none
             for tap in taps_of(o):
                 origins[tap] = max(worst, origins.get(tap, 0.0))
     sides = ([p.dtype_golden for p in result.pairs], [p.dtype_mine for p in result.pairs])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Key, P
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
 from vllm_accprobe.comparison.runner_inputs import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
+from vllm_accprobe.judge.origins import OriginEntry
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
@@ -85,7 +86,7 @@ class OriginNeighbours:
 
 
 def neighbours(
-    origins: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], measured: Measured | None, rows: RowTable | None
+    origins: Sequence[OriginEntry], pairs: Sequence[Pair], measured: Measured | None, rows: RowTable | None
 ) -> list[OriginNeighbours | None]:
     """Of each of the ``origins`` (compare.json's) its neighbours; None where the data flow around it is not known: the
     tensor has no place in it, or nothing that was compared is next to it."""
@@ -111,7 +112,7 @@ class _Flow:
         for to, (maker, _) in self.links.items():
             self.takers[maker].append(to)
 
-    def around(self, origin: Mapping[str, Any]) -> OriginNeighbours | None:
+    def around(self, origin: OriginEntry) -> OriginNeighbours | None:
         if is_cache(origin):
             return None
         sink = self._sink(str(origin.get("module")), str(origin.get("role")))
@@ -142,7 +143,7 @@ class _Flow:
             named = own[OUTPUT]
         return next(iter([*failed, *named]), None)
 
-    def _steps(self, sink: PlainTensor, origin: Mapping[str, Any]) -> frozenset[int | None]:
+    def _steps(self, sink: PlainTensor, origin: OriginEntry) -> frozenset[int | None]:
         """The first step that computed the origin's row; empty where it is not known."""
         rows, who, where = self.rows, origin.get("request"), origin.get("position")
         if rows is None or who is None or where is None:
@@ -210,7 +211,7 @@ class _Flow:
 
 
 def with_neighbours(
-    origins: Iterable[Mapping[str, Any]], around: Iterable[OriginNeighbours | None], sources: Sources
+    origins: Iterable[OriginEntry], around: Iterable[OriginNeighbours | None], sources: Sources
 ) -> list[dict[str, Any]]:
     """compare.json's origins: with their neighbours, and where their code is."""
     out = []

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, cast
 
 import numpy as np
 
@@ -30,12 +30,13 @@ from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.decode import keys, one_of, parse
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.near_ties import NEAR_TIE, RANDOM, UPSTREAM
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER, TIERS
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
 
 
-def with_replayed(pairs: list[Pair], origins: Sequence[Mapping[str, Any]]) -> list[Pair]:
+def with_replayed(pairs: list[Pair], origins: Sequence[OriginEntry]) -> list[Pair]:
     """``pairs`` (the same list where nothing changes). origins: entries with the evidence ``replay``."""
     out = pairs
     for origin in origins:
@@ -55,8 +56,7 @@ def with_replayed(pairs: list[Pair], origins: Sequence[Mapping[str, Any]]) -> li
         for i in own:
             size = created if i == named else min(_size(out[i]), created)
             said = _said(out[i], size, limit)
-            changed = {"status": FAIL, "measure": "created", "measured": size, "allowed": limit, "message": said}
-            out[i] = replace(out[i], **changed)
+            out[i] = replace(out[i], status=FAIL, measure="created", measured=size, allowed=limit, message=said)
     return out
 
 
@@ -115,12 +115,12 @@ def narrowed(result: Comparison, wrong: Collection[str], right: Collection[str])
     return replace(result, origins=origins)
 
 
-def _found_in(origin: Mapping[str, Any], wrong: Collection[str]) -> bool:
+def _found_in(origin: OriginEntry, wrong: Collection[str]) -> bool:
     gap = origin.get("gap") if origin.get("evidence") != "replay" else None
     return gap is not None and any(m in wrong for m in (*gap["contains"], gap["before"]))
 
 
-def _narrowed(origin: dict[str, Any], right: Collection[str]) -> dict[str, Any]:
+def _narrowed(origin: OriginEntry, right: Collection[str]) -> OriginEntry:
     gap = origin.get("gap")
     if not gap:
         return origin
@@ -130,7 +130,7 @@ def _narrowed(origin: dict[str, Any], right: Collection[str]) -> dict[str, Any]:
         # A module around one of the ends is in the gap by its own code, which no replay of its output checks alone.
         return module in right and not any(end.startswith(f"{module}.") for end in ends)
 
-    return origin | {"gap": gap | {"contains": [m for m in gap["contains"] if not cleared(m)]}}
+    return {**origin, "gap": {**gap, "contains": [m for m in gap["contains"] if not cleared(m)]}}
 
 
 _ABSORBED = re.compile(r"^param\.W_U[KQV](_T)?$")
@@ -346,7 +346,7 @@ class _Rows:
         return [(table.requests[r], p) for r, p in where]
 
 
-def _cleared(origin: Mapping[str, Any], rows: _Rows) -> bool:
+def _cleared(origin: OriginEntry, rows: _Rows) -> bool:
     """Whether an origin is inferred of a module whose replay explains, on both sides and in all rows, what differs
     there. Values that must be equal (a weight, a chosen expert), and constants that golden's module has otherwise, are
     no inference: a replay reads them from each side, right or wrong."""
@@ -399,7 +399,7 @@ def _does(proof: ReplayResult, tap: str) -> str:
     return f"computes as its machine does everywhere ({said})" if said else "rounds toward zero"
 
 
-def _truncation_alone(origin: Mapping[str, Any], proof: ReplayResult) -> bool:
+def _truncation_alone(origin: OriginEntry, proof: ReplayResult) -> bool:
     """Whether what a comparison takes for an error that a module of mine created is what its replay saw it create, by
     rounding toward zero, or another habit of its machine, and nothing else: limits of a comparison are those of
     rounding to nearest. A weight that is not golden's adds to that, and stays an origin."""
@@ -441,7 +441,7 @@ def _acquitted(
     return replace(result, pairs=pairs, verdict=PASS, first_divergence=None, notes=notes)
 
 
-def _before_sampler(entry: dict[str, Any], pairs: Sequence[Pair]) -> dict[str, Any]:
+def _before_sampler(entry: OriginEntry, pairs: Sequence[Pair]) -> OriginEntry:
     """``entry``, as one of the gap in front of the sampler where it is about the best logits: those are what the
     model's ``compute_logits`` returned, and the sampler's own work begins behind them."""
     if entry["module"] != SAMPLER or entry["role"] not in (TOP_LOGITS, TOP_IDS):
@@ -465,24 +465,24 @@ def _of_sampler(b: ReplayFinding) -> dict[str, Any] | None:
     return {"family": "setting", "text": text, "parameter": None, "residual": 0.0, "chance": None}
 
 
-def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
+def _entry(b: ReplayFinding, known: OriginEntry | None) -> OriginEntry:
     """compare.json's entry of an origin; where the comparison had found it, its words stay."""
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}
     at |= {"decided_by": b.measure} if b.measure else {}
     # another constant, where there is one, stays beside a cause
-    at["cause"] = {**((known or {}).get("cause") or {}), **(b.cause or _of_sampler(b) or {})} or None
+    at["cause"] = {**((known and known.get("cause")) or {}), **(b.cause or _of_sampler(b) or {})} or None
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:
         # The limit that it breaks so many times is that of its replay, which is another than the comparison's.
-        created, by = at.get("created", known.get("created")), b.times or b.severity
+        created, by = at.get("created", known["created"]), b.times or b.severity
         if created and by and math.isfinite(created) and math.isfinite(by):
             at["floor"] = created / by
         if str(known.get("role")).startswith("input"):  # what was blamed there was no result of the module
             at |= {"role": b.role, "shape": b.message}
-        return known | at
-    return at | {
+        return cast("OriginEntry", known | at)
+    return cast("OriginEntry", at | {
         "module": b.tap,
         "class": b.cls,
         "role": b.role,
@@ -495,4 +495,4 @@ def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
         "rows": b.rows,
         "worst": b.created,
         "shape": b.message,
-    }
+    })

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.charts import layer_of
 from vllm_accprobe.report.facts import outcomes
@@ -178,7 +179,7 @@ def origin_buttons(comparison: Comparison) -> str:
     return f'<ol class="origin-list" aria-label="Origins, the culprit first; each opens its pairs">{items}{more}</ol>'
 
 
-def _button(comparison: Comparison, number: int, origin: Mapping[str, Any]) -> str:
+def _button(comparison: Comparison, number: int, origin: OriginEntry) -> str:
     tap, name = safe(facts.tap_of(origin), NAME), safe(facts.origin_name(origin), NAME)
     text = ", ".join(x for x in (_how_far(comparison, origin), safe(origin.get("tier") or "", 60)) if x)
     return (
@@ -188,7 +189,7 @@ def _button(comparison: Comparison, number: int, origin: Mapping[str, Any]) -> s
     )
 
 
-def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+def _how_far(comparison: Comparison, origin: OriginEntry) -> str:
     """``13×``, or what there is instead of a number."""
     created = origin.get("created")
     if origin.get("nonfinite") or (isinstance(created, float) and not math.isfinite(created)):
@@ -258,7 +259,7 @@ def origins(comparison: Comparison) -> str:
     )
 
 
-def _where(o: Mapping[str, Any]) -> str:
+def _where(o: OriginEntry) -> str:
     parts = []
     if o.get("request") is not None:
         parts.append(f"request <q>{escaped(o['request'], 80)}</q>")
@@ -326,7 +327,7 @@ def verdict(comparison: Comparison) -> str:
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
 
 
-def _gap(badge: str, origin: Mapping[str, Any]) -> str:
+def _gap(badge: str, origin: OriginEntry) -> str:
     """The heading of an origin that lies between two taps; empty where it does not."""
     gap = facts.gap_of(origin)
     if gap is None:
@@ -336,7 +337,7 @@ def _gap(badge: str, origin: Mapping[str, Any]) -> str:
     return f'<h1>{badge}<span><span class="does">the error is introduced</span> {after} {before}</span></h1>'
 
 
-def _layers(origin: Mapping[str, Any]) -> str:
+def _layers(origin: OriginEntry) -> str:
     where = facts.layers(origin)
     return f' <span class="cls">{escape(where)}, first here</span>' if where else ""
 
@@ -346,7 +347,7 @@ def _divergence(comparison: Comparison) -> str:
     return f'<p class="why">First divergence: {escape(first)}.</p>' if first else ""
 
 
-def _first(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+def _first(comparison: Comparison, origin: OriginEntry) -> str:
     """The first divergence next to the culprit, in short where both are the same place."""
     first = comparison.first_divergence
     here = facts.place_of(origin) == ((first or {}).get("module"), (first or {}).get("role"))
