@@ -209,7 +209,10 @@ def test_what_was_begun_is_made_again_and_what_is_done_is_not(machine: Machine, 
     assert other.done == []
 
 
-def test_nothing_captured_is_an_error(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+def test_nothing_captured_is_an_error(
+    machine: Machine, golden: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(localize, "_SEEN_S", 0.5)  # how long a server may take to write its first line
     machine.empty = True
     dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
     with pytest.raises(LocalizeError, match=r"nothing was captured; read .*sent-mine/engine-0\.log"):
