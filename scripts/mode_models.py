@@ -99,7 +99,7 @@ def of_architecture(entry: Architecture, path: Path, seed: int = 0) -> Path:
         from tiny_tokenizer import write_tokenizer
 
         config = getattr(transformers, entry.config)(**{"vocab_size": tiny_model.VOCAB, **entry.fields})
-        config.torch_dtype = "bfloat16"
+        config.torch_dtype = torch.bfloat16
         model = getattr(transformers, entry.model)(config)
         generator = torch.Generator().manual_seed(seed)
         for parameter_name, parameter in model.named_parameters():

@@ -4,7 +4,7 @@
 
 The problem: a block that is computed in a way that nobody thought of is condemned, or left unchecked, and that is seen
 only with a model that has it. The idea: a table of configs (every `lab/zoo_*.py` with `MODELS`); for each the
-transformers library makes a model with drawn weights , a real engine serves it twice, with
+transformers library makes a model with drawn weights, a real engine serves it twice, with
 the requests together and in chunks, and `accprobe opcheck` and `accprobe compare` judge the two captures. Both must
 pass. One line an architecture; what is unchecked and why is in `--json`. Exit code 1 where any fails.
 Not here: the configs (lab/zoo_models.py), how weights are drawn (mode_models.py).

@@ -26,8 +26,9 @@ import torch
 
 from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, Ticket
+from vllm_accprobe.capture.taps.formulas import formulas
 from vllm_accprobe.config import ProbeConfig, words_choose
-from vllm_accprobe.dump.schema import ROOT_TAP, Module
+from vllm_accprobe.dump.schema import FORWARD, ROOT_TAP, Module
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 """Types of arguments that hold no tensor."""
@@ -434,9 +435,12 @@ class Taps:
             needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
             taps = [path or ROOT_TAP for path in paths]
             source = source_of(module) if chosen else None
+            described = attributes(module) if chosen else {}
+            if chosen and (own := formulas(module)):
+                described[FORWARD] = own
             for tap in taps:
                 if tap in chosen:
-                    self._owner.module(Module(tap, cls, index, attributes(module), source))
+                    self._owner.module(Module(tap, cls, index, described, source))
                 else:
                     self._owner.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:
