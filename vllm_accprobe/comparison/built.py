@@ -220,6 +220,18 @@ def _key(*names: str, map_: Callable[[Any], Any] = lambda v: v) -> Due:
     return due
 
 
+def _by_layer(name: str) -> Due:
+    """One value, or one for each layer (Gemma 3n)."""
+
+    def due(model: ModelKeys, module: Module, layer: int | None) -> Any:
+        found = model.get(name, default=_ABSENT)
+        if not isinstance(found, list):
+            return found
+        return found[layer] if layer is not None and layer < len(found) else _ABSENT
+
+    return due
+
+
 def _rope(name: str) -> Due:
     def due(model: ModelKeys, module: Module, layer: int | None) -> Any:
         found = model.rope(layer).get(name)
@@ -417,7 +429,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("vocab_size",), r"^VocabParallelEmbedding$", ("org_vocab_size",), _key("vocab_size"), r"(^|\.)embed_tokens$"),
     Rule(("hidden_size",), r"^VocabParallelEmbedding$", ("embedding_dim",), _key("hidden_size"),
          r"(^|\.)embed_tokens$"),
-    Rule(("intermediate_size",), r"^RowParallelLinear$", ("input_size",), _key("intermediate_size"),
+    Rule(("intermediate_size",), r"^RowParallelLinear$", ("input_size",), _by_layer("intermediate_size"),
          r"layers\.\d+\.mlp\.down_proj$"),
 )  # fmt: skip
 """Which key of config.json must be found where. A rule of modules that the model lacks checks nothing."""

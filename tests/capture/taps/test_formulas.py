@@ -114,7 +114,7 @@ class Wrong(Block):
     (Switched(parallel=True), {"output.0": "((attn[0] + attn[1]) if attn[1] else attn[0])"}),
     (Switched(parallel=False), {"output.0": "x"}),
     (Whole(), {"output": "mlp", "own_code": "mlp"}),
-    (Named(), {"output.hidden": "mlp[0]"}),
+    (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
     (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (nn.Linear(2, 2), {}),
     (nn.Sequential(nn.Identity()), {}),
 ], ids=lambda value: type(value).__name__)  # fmt: skip

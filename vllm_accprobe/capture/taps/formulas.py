@@ -36,6 +36,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
+_PLAIN = (bool, int, float, str, type(None), dict, list)
 _SAME = ("contiguous", "clone", "detach")
 """Methods of a tensor that leave its numbers as they are."""
 
@@ -137,6 +138,7 @@ class _Follower:
             return {"output": result.path} | ({"own_code": result.path} if result.path in self._blind else {})
         if isinstance(result, dict):
             found = {f"output.{k}": v for k, v in result.items()}
+            found["output.0"] = next(iter(result.values()), None)  # where a tuple is made of them
         else:
             values = result if isinstance(result, tuple) else (result,)
             found = {f"output.{k}": v for k, v in enumerate(values)}
@@ -196,7 +198,7 @@ class _Follower:
         if isinstance(test, _There):
             there = path.there.get(test.text)
             return None if there is None else there != test.negated
-        if isinstance(test, _Known) and isinstance(test.value, (bool, int, float, str, type(None))):
+        if isinstance(test, _Known) and isinstance(test.value, _PLAIN):
             return bool(test.value)
         return None
 

@@ -171,7 +171,7 @@ class Checkpoint:
             return found if found is not None and tuple(found.shape) == share.shape else None
         return self._get(tap, param, share)
 
-    def _other_form(self, path: str) -> list[Callable[[Any], Any | None]]:
+    def _other_form(self, path: str) -> Sequence[Callable[[Any], Any | None]]:
         """How vLLM's loaders rewrite this parameter, where they do."""
         if self._config is None:
             self._config = model_config(self.directory)

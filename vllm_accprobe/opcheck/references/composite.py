@@ -106,6 +106,12 @@ def routed_factor(call: Call) -> float:
     return float(whole)
 
 
+@reference("Dropout", "Identity", by_rows=True)
+def unchanged(call: Call) -> Expected:
+    """What a model that is served does not drop."""
+    return equal(call.tensor("input", "x", "0"))
+
+
 @reference("FusedMMInputNorm")
 def input_norm(call: Call) -> Expected:
     x, weight, bias = call.wide("pixel_values", "0"), call.param("weight"), call.param("bias")
