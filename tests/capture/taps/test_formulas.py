@@ -67,6 +67,17 @@ class Whole(Block):
         return self.mlp(x)
 
 
+class Layers(Block):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x):
+        for layer in self.layers[:1]:
+            x = layer(x)
+        return self.norm(x)
+
+
 class Named(Block):
     def forward(self, x):
         if x.dim() > 2:
@@ -114,6 +125,7 @@ class Wrong(Block):
     (Switched(parallel=True), {"output.0": "((attn[0] + attn[1]) if attn[1] else attn[0])"}),
     (Switched(parallel=False), {"output.0": "x"}),
     (Whole(), {"output": "mlp", "own_code": "mlp"}),
+    (Layers(), {"output": "norm"}),
     (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
     (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (nn.Linear(2, 2), {}),
     (nn.Sequential(nn.Identity()), {}),

@@ -47,10 +47,12 @@ class _Lost(Exception):
 
 @dataclass
 class _Cell:
-    """A tensor: what it is, None where that is not known. optional: it may be None instead."""
+    """A tensor: what it is, None where that is not known. optional: it may be None instead; layers: it comes out of a
+    loop over modules."""
 
     text: str | None
     optional: bool = False
+    layers: bool = False
 
 
 @dataclass
@@ -209,11 +211,16 @@ class _Follower:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 old = path.names.get(node.id)
                 _lose(old)
-                path.names[node.id] = _Cell(None)
+                path.names[node.id] = _Cell(None, layers=self._over_modules(s))
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 module = getattr(self._module, node.attr, None)
                 if isinstance(module, torch.nn.Module):  # whatever of it runs here ran before what comes behind
                     path.called |= {p for p in self._paths.values() if f"{p}.".startswith(f"{node.attr}.")}
+
+    def _over_modules(self, s: ast.For | ast.While) -> bool:
+        """Whether a loop calls one module after the other, which are judged by themselves."""
+        names = [n.attr for n in ast.walk(getattr(s, "iter", s)) if isinstance(n, ast.Attribute)]
+        return any(isinstance(getattr(self._module, name, None), torch.nn.ModuleList) for name in names)
 
     def _bind(self, target: ast.expr, value: Any, path: _Path) -> None:
         if isinstance(target, ast.Name):
@@ -329,7 +336,7 @@ class _Follower:
             if name is None or name in path.called:
                 return _Cell(None)
             path.called.add(name)
-            if any(isinstance(v, _Cell) and v.text is None for v in (*given, *named.values())):
+            if any(isinstance(v, _Cell) and v.text is None and not v.layers for v in (*given, *named.values())):
                 self._blind.add(name)
             return _Child(name)
         if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
