@@ -15,6 +15,7 @@ from vllm_accprobe.comparison.built import (
     check_built,
     check_structure,
     config_of,
+    other_code,
     with_built,
 )
 from vllm_accprobe.dump.schema import Module
@@ -289,3 +290,16 @@ def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoil
         assert origin["cause"]["text"].startswith(f"{side} is built otherwise than config.json asks: {tap}")
     else:
         assert "cause" not in origin
+
+
+@pytest.mark.parametrize(("mine", "golden", "says"), [
+    ("((x + attn[0]) + mlp[0])", "((attn[0] + mlp[0]) + x)", ""),  # another order of the sum
+    ("(attn[0] + mlp[0])", "((attn[0] + mlp[0]) + x)",
+     "its own code computes output.0 = (attn[0] + mlp[0]), golden's ((attn[0] + mlp[0]) + x)"),
+    ("(x + (mlp[0] * 0.5))", "(x + (mlp[0] * 0.25))",
+     "its own code computes output.0 = (x + (mlp[0] * 0.5)), golden's (x + (mlp[0] * 0.25))"),
+    ("((", "((", ""),
+    (3, "x", ""),
+])  # fmt: skip
+def test_code_that_computes_another_formula(mine: Any, golden: str, says: str) -> None:
+    assert other_code({"output.0": mine}, {"output.0": golden, "output.1": "x"}) == says

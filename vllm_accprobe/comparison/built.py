@@ -13,6 +13,9 @@ Not here: weights (weight_places.py), what differs between two dumps' constants 
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -28,7 +31,7 @@ from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
 from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
-from vllm_accprobe.dump.schema import TOKENS, Module, Record
+from vllm_accprobe.dump.schema import FORWARD, TOKENS, Module, Record
 
 MAX_JSON = 16 << 20
 _DIGITS = 1e-5
@@ -675,11 +678,53 @@ _NEAR = 1e-3
 
 def record_causes(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     """Tap -> compare.json's ``cause`` of an error there."""
-    return {**unsummed(dumps), **passed_over(dumps), **pooled(dumps)}
+    return {**recoded(dumps), **unsummed(dumps), **passed_over(dumps), **pooled(dumps)}
 
 
 def _cause(text: str) -> dict[str, Any]:
     return {"family": "address", "text": text, "parameter": None, "residual": 0.0, "chance": None}
+
+
+def recoded(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Blocks of one class whose own code computes another formula in mine than in golden."""
+    theirs, own = ({m.tap: m for ms in dump.modules.values() for m in ms if FORWARD in m.attrs} for dump in dumps)
+    found = {}
+    for tap, m in own.items():
+        golden = theirs.get(tap)
+        if golden and golden.cls == m.cls and (says := other_code(m.attrs[FORWARD], golden.attrs[FORWARD])):
+            found[tap] = _cause(says)
+    return found
+
+
+def other_code(mine: Any, golden: Any) -> str:
+    """The first output whose formulas (capture/taps/formulas.py) have other terms, "" where there is none."""
+    for role, text in golden.items() if isinstance(mine, Mapping) and isinstance(golden, Mapping) else ():
+        own = mine.get(role)
+        if role.startswith("output") and isinstance(own, str) and isinstance(text, str) and _terms(own) != _terms(text):
+            return f"its own code computes {role} = {own[:_LETTERS]}, golden's {text[:_LETTERS]}"
+    return ""
+
+
+_LETTERS = 200
+"""Chosen: of a formula in a sentence."""
+
+
+@functools.cache
+def _terms(text: str) -> list[str]:
+    """What a formula adds up, in an order of its own; the formula itself where it is no sum."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        nodes, terms = [ast.parse(text[:_LONGEST], mode="eval").body], []
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                nodes += [node.left, node.right]
+            else:
+                terms.append(ast.unparse(node))
+        return sorted(terms)
+    return [text]
+
+
+_LONGEST = 4000
 
 
 def unsummed(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
