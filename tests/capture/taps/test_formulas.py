@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,15 @@ class Layers(Block):
         return self.norm(x)
 
 
+class Either(Block):
+    def forward(self, x):
+        y = self.mlp(x)
+        if isinstance(y, tuple) and len(y) == 2:
+            y, more = y
+            return y / math.sqrt(4.0), more
+        return y / 4.0
+
+
 class Named(Block):
     def forward(self, x):
         if x.dim() > 2:
@@ -126,6 +136,7 @@ class Wrong(Block):
     (Switched(parallel=False), {"output.0": "x"}),
     (Whole(), {"output": "mlp", "own_code": "mlp"}),
     (Layers(), {"output": "norm"}),
+    (Either(), {"output.0": "((mlp[0] / 2.0) if mlp[1] else (mlp[0] / 4.0))", "output.1": "mlp[1]"}),
     (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
     (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (nn.Linear(2, 2), {}),
     (nn.Sequential(nn.Identity()), {}),

@@ -64,6 +64,8 @@ GIVEN: dict[str, tuple[Call, dict[str, torch.Tensor]]] = {
         {"output.0": M + A}),
     "what is not there, by its code": (
         coded("((mlp[0] + mlp[1]) if mlp[1] else (mlp[0] + hidden_states))", {"mlp": M}), {"output.0": M + X}),
+    "what its model gave, by code that was not followed": (
+        block("OddForCausalLM", A, {"model": A}, attrs={"forward": {}}), {"output.0": A}),
     "all that a part gave": (
         block("OddBlock", A, {"norm": A, "norm/output.1": B}, {"output.1": B}, attrs={"forward": {"output": "norm"}}),
         {"output.0": A, "output.1": B}),
@@ -80,6 +82,7 @@ DECLINED: dict[str, tuple[Call, str]] = {
     "no MLP": (layer("LlamaDecoderLayer", self_attn=A), OWN),
     "a norm in its sum": (layer("GemmaDecoderLayer", self_attn=A, pre_feedforward_layernorm=A, mlp=M), OWN),
     "something behind its projection": (block("OddAttention", A, {"o_proj": A, "post_norm": B}), "do not tell"),
+    "code that was not followed": (block("OddForCausalLM", A, {"model": B}, attrs={"forward": {}}), "do not tell"),
     "a part called twice": (block("OddBlock", A, {"mlp": A}, extra={"children": [("mlp", "output.0", A)] * 2},
                                   attrs={"forward": {"output.0": "mlp[0]"}}), "mlp was called 2 times"),
     "no formula": (coded("__import__('os').getcwd()", {"mlp": A}), "does not know"),

@@ -36,6 +36,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
+_BUILTINS: dict[str, Any] = {"isinstance": isinstance, "tuple": tuple, "len": len}
 _PLAIN = (bool, int, float, str, type(None), dict, list)
 _SAME = ("contiguous", "clone", "detach")
 """Methods of a tensor that leave its numbers as they are."""
@@ -76,6 +77,13 @@ class _There:
 
     text: str
     negated: bool = False
+
+
+@dataclass(frozen=True)
+class _Length:
+    """How many outputs a child gave."""
+
+    path: str
 
 
 _OTHER = _Known(object())
@@ -284,6 +292,8 @@ class _Follower:
         return _OTHER if not isinstance(node, ast.Slice) else _Cell(None)
 
     def _global(self, name: str) -> Any:
+        if name in _BUILTINS:
+            return _Known(_BUILTINS[name])
         return _Known(self._globals[name]) if name in self._globals else _OTHER
 
     def _unary(self, node: ast.UnaryOp, path: _Path) -> Any:
@@ -303,6 +313,8 @@ class _Follower:
         if len(values) != 2 or compare is None:
             return _OTHER
         a, b = values
+        if isinstance(a, _Length) and isinstance(node.ops[0], ast.Eq) and b == _Known(2):
+            return _There(f"{a.path}[1]")
         none = isinstance(b, _Known) and b.value is None and isinstance(node.ops[0], (ast.Is, ast.IsNot))
         if none and isinstance(a, (_Cell, _Child)):
             cell = _part(a, 0) if isinstance(a, _Child) else a
@@ -324,7 +336,8 @@ class _Follower:
                 return _Known(decisive)
             if decided is None:
                 open_.append(value)
-        return _Known(not decisive) if not open_ else open_[0] if len(open_) == 1 else _OTHER
+        same = open_ and all(value == open_[0] for value in open_)
+        return _Known(not decisive) if not open_ else open_[0] if same else _OTHER
 
     def _call(self, node: ast.Call, path: _Path) -> Any:
         function = self._value(node.func, path)
@@ -344,6 +357,12 @@ class _Follower:
             return _part(owner, 0) if isinstance(owner, _Child) else owner
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
             return self._of_ranks(value, given)
+        if value is isinstance and len(given) == 2 and isinstance(given[1], _Known):
+            return _kind(given[0], given[1].value)
+        if value is len and len(given) == 1 and isinstance(given[0], _Child):
+            return _Length(given[0].path)
+        if getattr(value, "__module__", None) == "math" and all(_is_number(v) for v in given) and not named:
+            return _Known(value(*(v.value for v in given)))
         if isinstance(value, type) and named and not given and all(n is not None for n in named):
             return {str(n): v for n, v in named.items()}  # a record of outputs by name
         for v in (*given, *named.values()):
@@ -364,7 +383,7 @@ class _Follower:
             return a + b if isinstance(b, tuple) else a  # the first outputs, whatever comes behind them
         sign, compute = _BINARY.get(type(op), ("", None))
         values = [_part(v, 0) if isinstance(v, _Child) else v for v in (a, b)]
-        numbers = [v.value for v in values if isinstance(v, _Known) and isinstance(v.value, (int, float))]
+        numbers = [v.value for v in values if _is_number(v)]
         if compute is None:
             return _Cell(None)
         if len(numbers) == 2:
@@ -372,6 +391,20 @@ class _Follower:
         texts = [v.text if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
         whole = all(t is not None for t in texts) and any(isinstance(v, _Cell) for v in values)
         return _Cell(f"({texts[0]} {sign} {texts[1]})" if whole else None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _Known) and isinstance(value.value, (int, float))
+
+
+def _kind(value: Any, cls: Any) -> Any:
+    """Whether what a child gave is a tuple: it has a second output; or what a pipeline's ranks pass on, which has no
+    output 0."""
+    if isinstance(value, _Child) and cls is tuple:
+        return _There(f"{value.path}[1]")
+    if isinstance(value, _Child) and getattr(cls, "__name__", "") == "IntermediateTensors":
+        return _Known(False)
+    return _OTHER
 
 
 def _text(value: Any) -> str | None:
@@ -428,6 +461,10 @@ def _either(there: str | None, a: Any, b: Any) -> Any:
         return _Cell(None)
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return tuple(_either(there, x, y) for x, y in zip(a, b, strict=True))
+    if (isinstance(a, tuple) or isinstance(b, tuple)) and there is not None:
+        x, y = (v if isinstance(v, tuple) else (v,) for v in (a, b))
+        least = min(len(x), len(y))  # what only one of them has is there in that case alone
+        return (*(_either(there, p, q) for p, q in zip(x[:least], y[:least], strict=True)), *x[least:], *y[least:])
     if isinstance(a, tuple) or isinstance(b, tuple):
         return _Cell(None)
     one, other = _text(a), _text(b)

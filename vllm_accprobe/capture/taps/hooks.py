@@ -437,8 +437,8 @@ class Taps:
             taps = [path or ROOT_TAP for path in paths]
             source = source_of(module) if chosen else None
             described = attributes(module) if chosen else {}
-            if chosen and (own := formulas(module)):
-                described[FORWARD] = own
+            if chosen and module._modules:
+                described[FORWARD] = formulas(module)
             for tap in taps:
                 if tap in chosen:
                     self._owner.module(Module(tap, cls, index, described, source))

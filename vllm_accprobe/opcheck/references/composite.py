@@ -301,14 +301,19 @@ def _errors(e: Any) -> tuple[Any, Any]:
 
 def by_class(call: Call, usual: Callable[[Call], Mapping[str, Expected]], note: str = "") -> dict[str, Expected]:
     """By the block's own code where the capture recorded it, else what blocks of such a class usually do, with
-    ``note``."""
-    if FORWARD in call.attrs:
+    ``note``; without one, only where that is what it gave: code that could not be followed may do more."""
+    code = call.attrs.get(FORWARD)
+    if code:
         try:
             return of_code(call)
         except Declined:
-            if "output.0" in call.attrs[FORWARD]:
+            if "output.0" in code:
                 raise
-    return only(usual(call), note=note)
+    found = usual(call)
+    if code is not None and not note:
+        found = {role: e for role, e in found.items() if torch.equal(e.value, call.outputs[role].double())}
+        decline_if(not found, NOT_HANDED_ON)
+    return only(found, note=note)
 
 
 @reference("*DecoderLayer")
