@@ -136,6 +136,7 @@ def main() -> int:
     try:
         for name in asked.names or known:
             all_found.append(one(name, known[name], host, keep / name))
+            (keep / name / "found.json").write_text(json.dumps(all_found[-1], indent=1))
             print(line(all_found[-1]), flush=True)
             for alarm in all_found[-1].get("alarms", [])[:3]:
                 print(f"    {alarm}", flush=True)
