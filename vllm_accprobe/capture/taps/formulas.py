@@ -361,7 +361,7 @@ class _Follower:
             return _kind(given[0], given[1].value)
         if value is len and len(given) == 1 and isinstance(given[0], _Child):
             return _Length(given[0].path)
-        if getattr(value, "__module__", None) == "math" and all(_is_number(v) for v in given) and not named:
+        if callable(value) and getattr(value, "__module__", None) == "math" and all(_is_number(v) for v in given) and not named:
             return _Known(value(*(v.value for v in given)))
         if isinstance(value, type) and named and not given and all(n is not None for n in named):
             return {str(n): v for n, v in named.items()}  # a record of outputs by name
@@ -382,7 +382,7 @@ class _Follower:
         if isinstance(a, tuple) and isinstance(op, ast.Add):
             return a + b if isinstance(b, tuple) else a  # the first outputs, whatever comes behind them
         sign, compute = _BINARY.get(type(op), ("", None))
-        values = [_part(v, 0) if isinstance(v, _Child) else v for v in (a, b)]
+        values: list[Any] = [_part(v, 0) if isinstance(v, _Child) else v for v in (a, b)]
         numbers = [v.value for v in values if _is_number(v)]
         if compute is None:
             return _Cell(None)
