@@ -119,6 +119,11 @@ class Function(Block):
         return torch.relu(self.mlp(x))
 
 
+class Divided(Block):
+    def forward(self, x):
+        return self.mlp(x) / (1.0 / (self.factor - 0.25))
+
+
 class Wrong(Block):
     def forward(self, x):
         try:
@@ -138,8 +143,8 @@ class Wrong(Block):
     (Layers(), {"output": "norm"}),
     (Either(), {"output.0": "((mlp[0] / 2.0) if mlp[1] else (mlp[0] / 4.0))", "output.1": "mlp[1]"}),
     (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
-    (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (nn.Linear(2, 2), {}),
-    (nn.Sequential(nn.Identity()), {}),
+    (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (Divided(), {}),
+    (nn.Linear(2, 2), {}), (nn.Sequential(nn.Identity()), {}),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> None:
     assert formulas(block) == wanted

@@ -122,7 +122,7 @@ def formulas(module: torch.nn.Module) -> dict[str, str]:
         function = inspect.unwrap(getattr(forward, "__func__", forward))
         body, arguments = _parsed(function)
         return _Follower(module, function).outputs(body, arguments)
-    except (_Lost, OSError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, RuntimeError):
+    except Exception:  # a model's source may be anything, and what it says may divide by 0
         return {}
 
 
@@ -361,7 +361,8 @@ class _Follower:
             return _kind(given[0], given[1].value)
         if value is len and len(given) == 1 and isinstance(given[0], _Child):
             return _Length(given[0].path)
-        if callable(value) and getattr(value, "__module__", None) == "math" and all(_is_number(v) for v in given) and not named:
+        numbers = not named and all(_is_number(v) for v in given)
+        if numbers and callable(value) and getattr(value, "__module__", None) == "math":
             return _Known(value(*(v.value for v in given)))
         if isinstance(value, type) and named and not given and all(n is not None for n in named):
             return {str(n): v for n, v in named.items()}  # a record of outputs by name
