@@ -62,6 +62,8 @@ GIVEN: dict[str, tuple[Call, dict[str, torch.Tensor]]] = {
     "what is there, by its code": (
         coded("((mlp[0] + mlp[1]) if mlp[1] else (mlp[0] + hidden_states))", {"mlp": M, "mlp/output.1": A}),
         {"output.0": M + A}),
+    "a bias for all rows, by its code": (
+        coded("(mlp[0] + mlp[1])", {"mlp": M, "mlp/output.1": A[0]}), {"output.0": M + A[0]}),
     "what is not there, by its code": (
         coded("((mlp[0] + mlp[1]) if mlp[1] else (mlp[0] + hidden_states))", {"mlp": M}), {"output.0": M + X}),
     "what its model gave, by code that was not followed": (

@@ -234,6 +234,8 @@ class Formula:
         raise Declined(NO_FORMULA)
 
     def _here(self, tensor: Any) -> Expected:
+        if tuple(tensor.shape) == tuple(self._shape[-1:]):  # a bias
+            return Expected(tensor.double().expand(self._shape))
         if tensor.numel() != self._size:
             raise Declined("a part whose output has another shape")
         return Expected(tensor.double().reshape(self._shape))
