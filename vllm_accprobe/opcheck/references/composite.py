@@ -340,7 +340,9 @@ def _usual_layer(call: Call) -> dict[str, Expected]:
         raise Declined("a layer that adds its residual itself")
     x, factor = "hidden_states" if "hidden_states" in call.inputs else "_0", residual_factor(call)
     times = "" if factor == 1.0 else f"{factor!r} * "
-    return {"output.0": Formula(call, "output.0").expected(f"({x} + {times}{attention}[0]) + {times}mlp[0]")}
+    a, m = f"{times}{attention}[0]", f"{times}mlp[0]"
+    y, z = (Formula(call, "output.0").expected(text) for text in (f"({x} + {a}) + {m}", f"{x} + ({a} + {m})"))
+    return {"output.0": replace(y, noise=torch.maximum(y.noise, z.noise), bound=torch.maximum(y.bound, z.bound))}
 
 
 def residual_factor(call: Call) -> float:
