@@ -185,6 +185,8 @@ WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_a
     ({"model_type": "cohere2"} | WINDOWED, (ATTN, "Attention"), "impl.sliding_window", 65),  # and the query's own
     ({"model_type": "gemma3n", "intermediate_size": [64, 96]}, ("model.layers.1.mlp.down_proj", "RowParallelLinear"),
      "input_size", 96),
+    ({"model_type": "granite", "logits_scaling": 0.5}, ("logits_processor", "LogitsProcessor"), "scale", 2),
+    ({"model_type": "hyperclovax", "logits_scaling": 4}, ("logits_processor", "LogitsProcessor"), "scale", 4),
     ({"model_type": "qwen3", "num_attention_heads": 4}, (QKV, "QKVParallelLinear"), "total_num_heads", 4),
     ({"model_type": "qwen3_next", "num_attention_heads": 4}, (QKV, "QKVParallelLinear"), "total_num_heads", 8),
     ({"model_type": "qwen3_next", "num_attention_heads": 4, "attn_output_gate": False}, (QKV, "QKVParallelLinear"),

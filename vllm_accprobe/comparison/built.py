@@ -359,6 +359,14 @@ def _factor(model: ModelKeys, module: Module, layer: int | None) -> Any:
     return _ABSENT if found is None else frozenset({float(found), 1.0})  # some blocks multiply the sum instead
 
 
+def _logits_scale(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    """Granite divides logits by ``logits_scaling``, HyperCLOVA X multiplies them with it."""
+    found = model.get("logits_scaling")
+    if not isinstance(found, (int, float)):
+        return _ABSENT
+    return float(found) if model.family == "hyperclovax" else 1.0 / found if found else 0.0
+
+
 def _norm_class(model: ModelKeys, module: Module, layer: int | None) -> Any:
     """Families whose norms add one to the weight."""
     plus_one = model.family.startswith(("gemma", "paligemma")) and not model.family.startswith(("gemma3n", "gemma4"))
@@ -428,7 +436,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("routed_scaling_factor",), _ROUTED, ("routed_scaling_factor",), _factor),
     Rule(("final_logit_softcapping",), _HEAD, ("soft_cap",), _key("final_logit_softcapping", map_=float), "", None),
     Rule(("logit_scale",), _HEAD, ("scale",), _key("logit_scale", map_=float)),
-    Rule(("logits_scaling",), _HEAD, ("scale",), _key("logits_scaling", map_=lambda v: 1.0 / float(v) if v else 0.0)),
+    Rule(("logits_scaling",), _HEAD, ("scale",), _logits_scale),
     Rule(("vocab_size",), r"^VocabParallelEmbedding$", ("org_vocab_size",), _key("vocab_size"), r"(^|\.)embed_tokens$"),
     Rule(("hidden_size",), r"^VocabParallelEmbedding$", ("embedding_dim",), _key("hidden_size"),
          r"(^|\.)embed_tokens$"),
