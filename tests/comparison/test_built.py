@@ -15,6 +15,7 @@ from vllm_accprobe.comparison.built import (
     check_built,
     check_structure,
     config_of,
+    other_code,
     with_built,
 )
 from vllm_accprobe.dump.schema import Module
@@ -182,6 +183,10 @@ WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_a
 @pytest.mark.parametrize(("config", "module", "name", "right"), [
     ({"model_type": "gemma3_text"} | WINDOWED, (ATTN, "Attention"), "impl.sliding_window", 64),
     ({"model_type": "cohere2"} | WINDOWED, (ATTN, "Attention"), "impl.sliding_window", 65),  # and the query's own
+    ({"model_type": "gemma3n", "intermediate_size": [64, 96]}, ("model.layers.1.mlp.down_proj", "RowParallelLinear"),
+     "input_size", 96),
+    ({"model_type": "granite", "logits_scaling": 0.5}, ("logits_processor", "LogitsProcessor"), "scale", 2),
+    ({"model_type": "hyperclovax", "logits_scaling": 4}, ("logits_processor", "LogitsProcessor"), "scale", 4),
     ({"model_type": "qwen3", "num_attention_heads": 4}, (QKV, "QKVParallelLinear"), "total_num_heads", 4),
     ({"model_type": "qwen3_next", "num_attention_heads": 4}, (QKV, "QKVParallelLinear"), "total_num_heads", 8),
     ({"model_type": "qwen3_next", "num_attention_heads": 4, "attn_output_gate": False}, (QKV, "QKVParallelLinear"),
@@ -287,3 +292,16 @@ def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoil
         assert origin["cause"]["text"].startswith(f"{side} is built otherwise than config.json asks: {tap}")
     else:
         assert "cause" not in origin
+
+
+@pytest.mark.parametrize(("mine", "golden", "says"), [
+    ("((x + attn[0]) + mlp[0])", "((attn[0] + mlp[0]) + x)", ""),  # another order of the sum
+    ("(attn[0] + mlp[0])", "((attn[0] + mlp[0]) + x)",
+     "its own code computes output.0 = (attn[0] + mlp[0]), golden's ((attn[0] + mlp[0]) + x)"),
+    ("(x + (mlp[0] * 0.5))", "(x + (mlp[0] * 0.25))",
+     "its own code computes output.0 = (x + (mlp[0] * 0.5)), golden's (x + (mlp[0] * 0.25))"),
+    ("((", "((", ""),
+    (3, "x", ""),
+])  # fmt: skip
+def test_code_that_computes_another_formula(mine: Any, golden: str, says: str) -> None:
+    assert other_code({"output.0": mine}, {"output.0": golden, "output.1": "x"}) == says

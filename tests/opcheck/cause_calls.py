@@ -118,12 +118,12 @@ def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Cal
 def attention(
     seed: int = 0, *, first: int = 40, rows: int = 12, cap: float = 0.0, window: int = 0, sinks: bool = False,
     spread: float = 1.0, scale: float = 0.2, past: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    used: dict[str, Any] | None = None, eight: bool = False,
+    used: dict[str, Any] | None = None, eight: bool = False, slopes: Sequence[float] | None = None,
     other: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda k, v: (k, v),
 ) -> Call:  # fmt: skip
     """The rows of a request at positions from ``first`` on, beside the whole prompt of another one. used: what the
     kernel took instead of scale, cap, window and sinks; past, other: what it found as keys and values of each; eight:
-    its cache holds 8 bits."""
+    its cache holds 8 bits; slopes: of ALiBi, as built in a BLOOM."""
     q, k, v = (drawn(seed + n, first + rows, h * HEAD, scale=spread) for n, h in enumerate((HEADS, KV, KV)))
     short = 10
     cache = Past(("key", "value"))
@@ -137,19 +137,20 @@ def attention(
         k, v = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (k, v))
     attrs |= {"logits_soft_cap": cap} if cap else {}
     attrs |= {"sliding_window": window} if window else {}
+    attrs |= {"impl.alibi_slopes": list(slopes)} if slopes else {}
     params = {"sinks": drawn(seed + 9, HEADS)} if sinks else {}
-    how = {"scale": scale, "cap": cap, "window": window, "sinks": params.get("sinks")} | (used or {})
+    how = {"scale": scale, "cap": cap, "window": window, "sinks": params.get("sinks"), "slopes": slopes} | (used or {})
     beside = softmax(q[:short], *other(k[:short].clone(), v[:short].clone()), 0, **how)
     k2, v2 = (k, v) if past is None else past(k.clone(), v.clone())
     out = torch.cat((beside, softmax(q[first:], k2, v2, first, **how)))
     call = Call("layers.0.attn", "Attention", inputs, attrs=attrs, parent={"scaling": scale}, params=params,
-                extra={"cache": cache.view(here)})  # fmt: skip
+                config={"model_type": "bloom"} if slopes else {}, extra={"cache": cache.view(here)})  # fmt: skip
     return with_output(call, out)
 
 
 def softmax(
     q: Tensor, k: Tensor, v: Tensor, first: int, *, scale: float, cap: float = 0.0, window: int = 0,
-    sinks: Tensor | None = None, order: Sequence[int] | None = None,
+    sinks: Tensor | None = None, order: Sequence[int] | None = None, slopes: Sequence[float] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention by a loop over queries and heads. order: the key head of each query head."""
     q, k, v = (t.double().reshape(len(t), -1, HEAD) for t in (q, k, v))
@@ -160,6 +161,7 @@ def softmax(
             low = max(0, first + n + 1 - window) if window else 0
             keys, values = k[low : first + n + 1, g], v[low : first + n + 1, g]
             s = keys @ q[n, h] * scale
+            s = s + slopes[h] * torch.arange(low, first + n + 1) if slopes else s
             s = cap * torch.tanh(s / cap) if cap else s
             s = s if sinks is None else torch.cat((s, sinks[h : h + 1].double()))
             out[n, h] = torch.softmax(s, 0)[: len(values)] @ values

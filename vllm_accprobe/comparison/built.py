@@ -13,6 +13,9 @@ Not here: weights (weight_places.py), what differs between two dumps' constants 
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -28,7 +31,7 @@ from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
 from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
-from vllm_accprobe.dump.schema import TOKENS, Module, Record
+from vllm_accprobe.dump.schema import FORWARD, TOKENS, Module, Record
 from vllm_accprobe.judge.origins import OriginEntry
 
 MAX_JSON = 16 << 20
@@ -221,6 +224,18 @@ def _key(*names: str, map_: Callable[[Any], Any] = lambda v: v) -> Due:
     return due
 
 
+def _by_layer(name: str) -> Due:
+    """One value, or one for each layer (Gemma 3n)."""
+
+    def due(model: ModelKeys, module: Module, layer: int | None) -> Any:
+        found = model.get(name, default=_ABSENT)
+        if not isinstance(found, list):
+            return found
+        return found[layer] if layer is not None and layer < len(found) else _ABSENT
+
+    return due
+
+
 def _rope(name: str) -> Due:
     def due(model: ModelKeys, module: Module, layer: int | None) -> Any:
         found = model.rope(layer).get(name)
@@ -345,6 +360,14 @@ def _factor(model: ModelKeys, module: Module, layer: int | None) -> Any:
     return _ABSENT if found is None else frozenset({float(found), 1.0})  # some blocks multiply the sum instead
 
 
+def _logits_scale(model: ModelKeys, module: Module, layer: int | None) -> Any:
+    """Granite divides logits by ``logits_scaling``, HyperCLOVA X multiplies them with it."""
+    found = model.get("logits_scaling")
+    if not isinstance(found, (int, float)):
+        return _ABSENT
+    return float(found) if model.family == "hyperclovax" else 1.0 / found if found else 0.0
+
+
 def _norm_class(model: ModelKeys, module: Module, layer: int | None) -> Any:
     """Families whose norms add one to the weight."""
     plus_one = model.family.startswith(("gemma", "paligemma")) and not model.family.startswith(("gemma3n", "gemma4"))
@@ -414,11 +437,11 @@ RULES: tuple[Rule, ...] = (
     Rule(("routed_scaling_factor",), _ROUTED, ("routed_scaling_factor",), _factor),
     Rule(("final_logit_softcapping",), _HEAD, ("soft_cap",), _key("final_logit_softcapping", map_=float), "", None),
     Rule(("logit_scale",), _HEAD, ("scale",), _key("logit_scale", map_=float)),
-    Rule(("logits_scaling",), _HEAD, ("scale",), _key("logits_scaling", map_=lambda v: 1.0 / float(v) if v else 0.0)),
+    Rule(("logits_scaling",), _HEAD, ("scale",), _logits_scale),
     Rule(("vocab_size",), r"^VocabParallelEmbedding$", ("org_vocab_size",), _key("vocab_size"), r"(^|\.)embed_tokens$"),
     Rule(("hidden_size",), r"^VocabParallelEmbedding$", ("embedding_dim",), _key("hidden_size"),
          r"(^|\.)embed_tokens$"),
-    Rule(("intermediate_size",), r"^RowParallelLinear$", ("input_size",), _key("intermediate_size"),
+    Rule(("intermediate_size",), r"^RowParallelLinear$", ("input_size",), _by_layer("intermediate_size"),
          r"layers\.\d+\.mlp\.down_proj$"),
 )  # fmt: skip
 """Which key of config.json must be found where. A rule of modules that the model lacks checks nothing."""
@@ -664,11 +687,53 @@ _NEAR = 1e-3
 
 def record_causes(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     """Tap -> compare.json's ``cause`` of an error there."""
-    return {**unsummed(dumps), **passed_over(dumps), **pooled(dumps)}
+    return {**recoded(dumps), **unsummed(dumps), **passed_over(dumps), **pooled(dumps)}
 
 
 def _cause(text: str) -> dict[str, Any]:
     return {"family": "address", "text": text, "parameter": None, "residual": 0.0, "chance": None}
+
+
+def recoded(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Blocks of one class whose own code computes another formula in mine than in golden."""
+    theirs, own = ({m.tap: m for ms in dump.modules.values() for m in ms if FORWARD in m.attrs} for dump in dumps)
+    found = {}
+    for tap, m in own.items():
+        golden = theirs.get(tap)
+        if golden and golden.cls == m.cls and (says := other_code(m.attrs[FORWARD], golden.attrs[FORWARD])):
+            found[tap] = _cause(says)
+    return found
+
+
+def other_code(mine: Any, golden: Any) -> str:
+    """The first output whose formulas (capture/taps/formulas.py) have other terms, "" where there is none."""
+    for role, text in golden.items() if isinstance(mine, Mapping) and isinstance(golden, Mapping) else ():
+        own = mine.get(role)
+        if role.startswith("output") and isinstance(own, str) and isinstance(text, str) and _terms(own) != _terms(text):
+            return f"its own code computes {role} = {own[:_LETTERS]}, golden's {text[:_LETTERS]}"
+    return ""
+
+
+_LETTERS = 200
+"""Chosen: of a formula in a sentence."""
+
+
+@functools.cache
+def _terms(text: str) -> list[str]:
+    """What a formula adds up, in an order of its own; the formula itself where it is no sum."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        nodes, terms = [ast.parse(text[:_LONGEST], mode="eval").body], []
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                nodes += [node.left, node.right]
+            else:
+                terms.append(ast.unparse(node))
+        return sorted(terms)
+    return [text]
+
+
+_LONGEST = 4000
 
 
 def unsummed(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:

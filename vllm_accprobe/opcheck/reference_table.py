@@ -18,6 +18,7 @@ from typing import Any
 from vllm_accprobe.opcheck.reference import (
     BACKWARD,
     BY_ROWS,
+    FORWARD,
     KERNEL,
     MARKS,
     REFERENCE,
@@ -101,6 +102,8 @@ class References:
     def evaluate(self, call: Call) -> dict[str, Expected] | Declined:
         """The exact outputs of ``call`` by role, or why there are none. Never raises for what a reference does."""
         outputs = _outputs(self.find(call.cls), call)
+        if isinstance(outputs, Declined) and not outputs.failed and FORWARD in call.attrs:
+            outputs = _outputs(self.find(FORWARD), call)
         if isinstance(outputs, Declined):
             return outputs
         found = {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}

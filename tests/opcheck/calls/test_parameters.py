@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,26 @@ def test_a_rank_has_its_rows_its_columns_and_its_key_heads(
     assert torch.equal(checkpoint.get("model.a.qkv_proj", "weight", Share((24, HIDDEN))), whole)
     assert torch.equal(checkpoint.get("model.a.qkv_proj", "weight"), whole)
     assert checkpoint.get("model.a.qkv_proj", "weight", Share((13, HIDDEN), 0, 2)) is None
+
+
+@pytest.mark.parametrize(("config", "tap", "order"), [
+    ({"model_type": "bloom", "n_head": 2}, "h.0.query_key_value", [0, 3, 1, 4, 2, 5]),
+    ({"model_type": "falcon", "num_attention_heads": 4, "new_decoder_architecture": True, "num_kv_heads": 1},
+     "h.0.query_key_value", [0, 1, 2, 3, 4, 5]),
+    ({"model_type": "falcon", "num_attention_heads": 2}, "h.0.query_key_value", [0, 3, 1, 4, 2, 5]),
+    ({"model_type": "gpt_neox", "num_attention_heads": 2}, "h.0.query_key_value", [0, 1, 2, 3, 4, 5]),
+    ({"model_type": "gpt2"}, "h.0.attn.c_attn", None),
+], ids=lambda v: str(v["model_type"]) if isinstance(v, dict) else "")  # fmt: skip
+def test_a_parameter_in_the_form_of_vllms_loader(
+    config: dict[str, Any], tap: str, order: list[int] | None, tmp_path: Path
+) -> None:
+    """Rows of queries, keys and values of each head, as all queries, all keys, all values; a transposed matrix."""
+    stored = torch.arange(12.0).reshape(6, 2)
+    save_file({f"{tap}.weight": stored}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = stored.t() if order is None else stored[order]
+    for share in (None, Share(tuple(wanted.shape))):
+        assert torch.equal(Checkpoint(tmp_path).get(tap, "weight", share), wanted)
 
 
 def record(t: torch.Tensor) -> Record:

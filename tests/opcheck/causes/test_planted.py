@@ -36,6 +36,7 @@ from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, defaul
 from vllm_accprobe.opcheck.causes.examine import Causes
 from vllm_accprobe.opcheck.causes.search import Proof
 from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.attention import alibi_slopes
 
 
 def rms(x: Any, weight: Any, eps: float, total: Any = None) -> Any:
@@ -180,6 +181,12 @@ def centred(x: Any) -> Any:
     return x - x.mean(-1, keepdim=True)
 
 
+def other_positions() -> Call:
+    table, at = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.arange(3, 23)
+    call = Call("positions", "OPTLearnedPositionalEmbedding", {"positions": at}, params={"weight": table})
+    return with_output(call, table[at])
+
+
 PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "no epsilon": (lambda: wrong_norm(eps=0.0), "no_epsilon"),
     "other epsilon": (lambda: wrong_norm(eps=1e-6), "other_epsilon"),
@@ -235,6 +242,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "window off by one": (lambda: attention(window=24, used={"window": 25}), "other_window"),
     "found window": (lambda: attention(used={"window": 37}), "other_window"),
     "no sinks": (lambda: attention(sinks=True, used={"sinks": None}), "no_sinks"),
+    "no slopes": (lambda: attention(slopes=alibi_slopes(HEADS).tolist(), used={"slopes": None}), "no_slopes"),
+    "slopes of more heads": (lambda: attention(slopes=alibi_slopes(2 * HEADS)[:HEADS].tolist()), "own_slopes"),
+    "learned positions from the first row": (other_positions, "other_offset"),
     "key heads in turn": (lambda: attention(used={"order": TURNED}), "heads_in_turn"),
     "heads shifted": (
         lambda: other_output(attention(), lambda y: y.unflatten(1, (HEADS, HEAD)).roll(1, 1).flatten(1)),

@@ -15,7 +15,7 @@ from vllm_accprobe.opcheck.calls.neighbours import INCOMPLETE, Past
 from vllm_accprobe.opcheck.floors.verdict import judge
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import attention
-from vllm_accprobe.opcheck.references.attention import alibi_slopes, attend
+from vllm_accprobe.opcheck.references.attention import alibi_slopes, attend, attention_settings
 
 draw = drawer(9)
 
@@ -24,6 +24,20 @@ def sdpa(q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
     """torch's own, on [rows, heads, d]."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **more).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("config", "attrs", "slopes", "scale"), [
+    ({"model_type": "bloom"}, {"impl.scale": 0.5}, [2.0**-4, 2.0**-8], 0.5),
+    ({"model_type": "falcon", "alibi": True}, {"impl.scale": 0.5}, [2.0**-5, 2.0**-9], 0.5),  # adds, then scales
+    ({"model_type": "other"}, {"impl.alibi_slopes": [0.25, 0.125]}, [0.25, 0.125], 16**-0.5),
+    ({"model_type": "gemma3n_text"}, {"impl.scale": 1.0}, None, 1.0),
+    ({"model_type": "gemma3n_text"}, {"impl.scale": 1.0, "scale": 0.25}, None, 0.25),
+])  # fmt: skip
+def test_slopes_and_scale_of_a_module(
+    config: dict[str, Any], attrs: dict[str, Any], slopes: list[float] | None, scale: float
+) -> None:
+    found = attention_settings(Call("a", "Attention", attrs=attrs, config=config), 2, 16)
+    assert (None if found["slopes"] is None else found["slopes"].tolist(), found["scale"]) == (slopes, scale)
 
 
 def test_alibi_by_torch_and_slopes_by_hand() -> None:

@@ -32,6 +32,10 @@ def layer(cls: str, out: torch.Tensor = X, **inside: torch.Tensor) -> Call:
     return block(cls, out, inside, x=X)
 
 
+def coded(formula: str, inside: dict[str, torch.Tensor]) -> Call:
+    return block("OddBlock", X, inside, x=X, attrs={"forward": {"output.0": formula}})
+
+
 ROUTED = {"routed_experts.quant_method": A, "_shared_experts._layer": B}
 NORMS = {"mlp": B, "pre_feedforward_layernorm/output.1": B, "post_feedforward_layernorm": A}
 MOE, OWN = "Qwen2MoeSparseMoeBlock", "a layer that adds its residual itself"
@@ -49,8 +53,24 @@ GIVEN: dict[str, tuple[Call, dict[str, torch.Tensor]]] = {
     "a factor by its depth": (block("MiniCPMDecoderLayer", X, {"self_attn": A, "mlp": M}, x=X,
                                     config={"scale_depth": 1.0, "num_hidden_layers": 4}),
                               {"output.0": X + A / 2 + M / 2}),
-    "attention and MLP side by side": (block("CohereDecoderLayer", A, {"self_attn": A, "mlp": M}, {"output.1": B}, x=B),
-                                       {"output.0": A + M + B, "output.1": B}),
+    "attention and MLP side by side, by its code": (
+        block("CohereDecoderLayer", A, {"self_attn": A, "mlp": M}, {"output.1": B}, x=B,
+              attrs={"forward": {"output.0": "(hidden_states + self_attn[0]) + mlp[0]", "output.1": "hidden_states"}}),
+        {"output.0": A + M + B, "output.1": B}),
+    "a factor by its code": (
+        coded("(hidden_states + (attn.proj[0] * 0.25))", {"attn.proj": M}), {"output.0": X + M / 4}),
+    "what is there, by its code": (
+        coded("((mlp[0] + mlp[1]) if mlp[1] else (mlp[0] + hidden_states))", {"mlp": M, "mlp/output.1": A}),
+        {"output.0": M + A}),
+    "a bias for all rows, by its code": (
+        coded("(mlp[0] + mlp[1])", {"mlp": M, "mlp/output.1": A[0]}), {"output.0": M + A[0]}),
+    "what is not there, by its code": (
+        coded("((mlp[0] + mlp[1]) if mlp[1] else (mlp[0] + hidden_states))", {"mlp": M}), {"output.0": M + X}),
+    "what its model gave, by code that was not followed": (
+        block("OddForCausalLM", A, {"model": A}, attrs={"forward": {}}), {"output.0": A}),
+    "all that a part gave": (
+        block("OddBlock", A, {"norm": A, "norm/output.1": B}, {"output.1": B}, attrs={"forward": {"output": "norm"}}),
+        {"output.0": A, "output.1": B}),
     "an MLP with a factor": (block("FalconH1MLP", A, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}),
                              {"output.0": B / 2}),
     "shared experts": (layer(MOE, experts=A, shared_expert=M), {"output.0": A + M}),
@@ -64,6 +84,11 @@ DECLINED: dict[str, tuple[Call, str]] = {
     "no MLP": (layer("LlamaDecoderLayer", self_attn=A), OWN),
     "a norm in its sum": (layer("GemmaDecoderLayer", self_attn=A, pre_feedforward_layernorm=A, mlp=M), OWN),
     "something behind its projection": (block("OddAttention", A, {"o_proj": A, "post_norm": B}), "do not tell"),
+    "code that was not followed": (block("OddForCausalLM", A, {"model": B}, attrs={"forward": {}}), "do not tell"),
+    "a part called twice": (block("OddBlock", A, {"mlp": A}, extra={"children": [("mlp", "output.0", A)] * 2},
+                                  attrs={"forward": {"output.0": "mlp[0]"}}), "mlp was called 2 times"),
+    "no formula": (coded("__import__('os').getcwd()", {"mlp": A}), "does not know"),
+    "a formula of great depth": (coded("(" * 900 + "mlp[0]" + ")" * 900, {"mlp": A}), "does not know"),
     "nothing inside": (block("LlamaMLP", A, {}), "nothing inside it was captured"),
     "another shape": (block(MOE, A + M, {"shared_expert": A, "experts": A, "experts/output.1": M[:, :1]}, x=X),
                       "a block whose parts do not tell"),

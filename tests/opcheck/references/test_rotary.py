@@ -45,6 +45,14 @@ def test_rotary_embeddings_by_transformers(kind: str) -> None:
     assert found["inplace.query"].value is found["output.0"].value
 
 
+@pytest.mark.parametrize("long", [True, False])
+def test_long_rope_by_hand(long: bool) -> None:
+    attrs = {"base": 100.0, "use_long_rope": long, "long_factor": [1.0, 4.0], "short_factor": [1.0, 2.0],
+             "long_mscale": 1.5, "short_mscale": 1.25}  # fmt: skip
+    frequencies, size = rotary.angles_of(Call("r", "Phi3LongRoPEScaledRotaryEmbedding", attrs=attrs), 4)
+    assert (frequencies.tolist(), size) == (([1.0, 0.025], 1.5) if long else ([1.0, 0.05], 1.25))
+
+
 def test_dynamic_scaling_by_hand() -> None:
     got = rotary.dynamic_frequencies(4, 100.0, 2.0)
     assert got.tolist() == pytest.approx([1.0, (100.0 * 3.0**2) ** -0.5])  # factor² - (factor - 1) = 3, exponent 4 / 2

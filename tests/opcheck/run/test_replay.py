@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.opchecked import check
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import OWN_CODE, CheckResult, unchecked, without_unknown_blocks
+from vllm_accprobe.opcheck.run.result_row import BY_NAME, OWN_CODE, CheckResult, unchecked, without_unknown_blocks
 from vllm_accprobe.opcheck.run.table import totals
 
 
@@ -86,7 +87,8 @@ LAYER = "XDecoderLayer"
 
 
 def of(tap: str, cls: str, status: str, step: int = 0) -> CheckResult:
-    return unchecked(tap, cls, 0, step, 0, 0, "", status=status, role="output.0")
+    why = f"9x its limit ({BY_NAME})" if cls == LAYER and status == "fail" else ""
+    return unchecked(tap, cls, 0, step, 0, 0, why, status=status, role="output.0")
 
 
 @pytest.mark.parametrize(("rows", "unknown"), [
@@ -95,8 +97,9 @@ def of(tap: str, cls: str, status: str, step: int = 0) -> CheckResult:
     ([of("m.0", LAYER, "fail"), of("m.1", LAYER, "fail"), of("m.1", LAYER, "pass", 1)], set()),
     ([of("m.0", LAYER, "fail"), of("m.0", LAYER, "fail", 1)], set()),
     ([of("m.0.down", "Linear", "fail"), of("m.1.down", "Linear", "fail")], set()),
+    ([replace(of(f"m.{i}", LAYER, "fail"), message="9x its limit") for i in range(2)], set()),
     ([of("m.0", "QKVLinear", "fail"), of("m.1", "QKVLinear", "fail")], set()),
-], ids=["every one", "one is right", "right in a step", "one layer only", "no blocks", "computed"])  # fmt: skip
+], ids=["every one", "one is right", "right in a step", "one layer", "none", "by its code", "computed"])  # fmt: skip
 def test_a_formula_that_no_block_of_a_class_follows_proves_none_wrong(
     rows: list[CheckResult], unknown: set[str]
 ) -> None:

@@ -169,6 +169,13 @@ def embedding(d: Draw, fault: str, ranks: int) -> Made:
     return made("VocabParallelEmbedding", inputs={"input_": ids}, outputs={"output.0": wide(table)[at]}, **more)
 
 
+@sample("the rows of padding are counted")
+def learned_positions(d: Draw, fault: str) -> Made:
+    table, at = d(50, 16), torch.tensor([3, 9, 0, 44])
+    return made("OPTLearnedPositionalEmbedding", inputs={"positions": at}, params={"weight": table},
+                outputs={"output.0": wide(table)[at + (0 if fault else 2)]})  # fmt: skip
+
+
 @declined
 def ids_outside_of_the_table() -> Iterator[tuple[Call, str]]:
     call = embedding(Draw(0), "", 1).call

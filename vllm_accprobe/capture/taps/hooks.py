@@ -26,8 +26,9 @@ import torch
 
 from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, Ticket
+from vllm_accprobe.capture.taps.formulas import formulas
 from vllm_accprobe.config import ProbeConfig, words_choose
-from vllm_accprobe.dump.schema import ROOT_TAP, Module
+from vllm_accprobe.dump.schema import FORWARD, ROOT_TAP, Module
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 """Types of arguments that hold no tensor."""
@@ -67,6 +68,7 @@ _ATTRIBUTES = [
     "org_vocab_size", "top_k", "global_num_experts", "local_num_experts", "reduce_results", "gather_output",
     "input_is_parallel", "skip_bias_add", "soft_cap", "in_features", "out_features", "normalized_shape",
     "logits_soft_cap", "cap_value", "approximate", "norm_before_gate", "num_groups", "alpha", "limit", "embed_scale",
+    "offset",
     # experts and their routing, vLLM's and transformers'
     "renormalize", "scoring_func", "routed_scaling_factor", "use_grouped_topk", "num_expert_group", "topk_group",
     "num_group", "norm_topk_prob", "apply_router_weight_on_input", "activation", "swiglu_limit", "swiglu_alpha",
@@ -434,9 +436,12 @@ class Taps:
             needed = bool(chosen) or paths[0] == "" or any(path in shared_parents for path in paths)
             taps = [path or ROOT_TAP for path in paths]
             source = source_of(module) if chosen else None
+            described = attributes(module) if chosen else {}
+            if chosen and module._modules:
+                described[FORWARD] = formulas(module)
             for tap in taps:
                 if tap in chosen:
-                    self._owner.module(Module(tap, cls, index, attributes(module), source))
+                    self._owner.module(Module(tap, cls, index, described, source))
                 else:
                     self._owner.skip(tap, "not selected by VLLM_ACCPROBE_MODULES")
             if not needed:

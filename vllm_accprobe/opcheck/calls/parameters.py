@@ -14,6 +14,7 @@ Elsewhere: whether an event left the right weights (judge/weights.py), whether t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -96,6 +97,37 @@ _PATHS: tuple[tuple[str, str], ...] = (
 _EXPERTS = {"w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")), "w2_weight": (("down_proj",), ("w2",))}
 
 
+def _transposed(config: Mapping[str, Any], value: Any) -> Any:
+    return value.t().contiguous() if value.dim() == 2 else value
+
+
+def _by_kind(config: Mapping[str, Any], value: Any) -> Any | None:
+    """Rows of one group after the other, [groups, queries, key, value] heads, as all queries, all keys, all values."""
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    groups = heads
+    if config.get("new_decoder_architecture"):
+        groups = config.get("num_kv_heads") or heads
+    elif config.get("multi_query"):
+        groups = 1
+    if not isinstance(heads, int) or not isinstance(groups, int) or groups < 1 or heads % groups:
+        return None
+    each = heads // groups
+    if value.shape[0] % (groups * (each + 2)):
+        return None
+    parts = value.reshape(groups, each + 2, -1, *value.shape[1:])
+    kinds = parts[:, :each], parts[:, each:-1], parts[:, -1:]
+    return torch.cat([kind.reshape(-1, *value.shape[1:]) for kind in kinds])
+
+
+_ATTENTION = r"\.query_key_value\.(weight|bias)$"
+_OTHER_FORMS: dict[str, tuple[tuple[str, Callable[[Mapping[str, Any], Any], Any | None]], ...]] = {
+    "gpt2": ((r"\.(c_attn|c_proj|c_fc)\.weight$", _transposed),),  # a layer of transformers that is no Linear
+    "bloom": ((_ATTENTION, _by_kind),),
+    "falcon": ((_ATTENTION, _by_kind),),
+}
+"""model_type → (which parameters, what vLLM's loader makes of them) [vllm/model_executor/models]."""
+
+
 class Checkpoint:
     """The safetensors files of one directory. Raises OSError or ValueError where they cannot be read."""
 
@@ -103,6 +135,7 @@ class Checkpoint:
         self.directory = directory
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
+        self._config: Mapping[str, Any] | None = None
         index = directory / "model.safetensors.index.json"
         if index.is_file():
             if index.stat().st_size > _MAX_JSON:
@@ -126,6 +159,26 @@ class Checkpoint:
     def get(self, tap: str, param: str, share: Share | None = None) -> Any | None:
         """The parameter ``param`` of the engine's module ``tap``, a torch tensor, or None. share: which piece of it,
         None for all."""
+        for change in self._other_form(f"{tap}.{param}"):
+            whole = self._get(tap, param, None)
+            if whole is None or whole.dim() > 2:
+                return None
+            whole = change(whole)
+            if whole is None or share is None or not share.shape:
+                return whole
+            cuts = share.cuts([tuple(whole.shape)])
+            found = None if cuts is None else whole[cuts[0]] if cuts[0] else whole
+            return found if found is not None and tuple(found.shape) == share.shape else None
+        return self._get(tap, param, share)
+
+    def _other_form(self, path: str) -> Sequence[Callable[[Any], Any | None]]:
+        """How vLLM's loaders rewrite this parameter, where they do."""
+        if self._config is None:
+            self._config = model_config(self.directory)
+        forms = _OTHER_FORMS.get(str(self._config.get("model_type")), ())
+        return [functools.partial(change, self._config) for pattern, change in forms if re.search(pattern, path)][:1]
+
+    def _get(self, tap: str, param: str, share: Share | None) -> Any | None:
         for path in _spellings(f"{tap}.{param}"):
             names = [path]
             for fused, parts in _FUSED.items():
@@ -242,6 +295,8 @@ class ModuleParameters:
             if r.step is None and not is_operator(r.tap):
                 self._records.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
         self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
+        numbered = ((place, modules.get(place[0], {}).get(place[1])) for place in self._records)
+        self._same = {(rank, m.index, m.cls): tap for (rank, tap), m in numbered if m is not None}
         self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
         self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._adapters: dict[int, frozenset[str]] = {}
@@ -342,6 +397,8 @@ class ModuleParameters:
             return tap
         if tap.endswith(".quant_method"):
             return tap.rpartition(".")[0]
+        if module is not None and (same := self._same.get((rank, module.index, module.cls))):
+            return same
         last = tap.rpartition(".")[2]
         best, length = tap, 0
         for r, other in self._records:

@@ -123,6 +123,14 @@ def _cap(trial: Trial) -> list[float]:
     return [float(cap)] if cap else decline("it has no soft cap")
 
 
+def _built_slopes(trial: Trial) -> list[str]:
+    """The recorded slopes, where they are not the published ones."""
+    built, due = trial.call.attrs.get("impl.alibi_slopes"), _settings(trial.call)["slopes"]
+    if not built or due is None or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(built, due, strict=False)):
+        decline("its slopes are those of its heads")
+    return [", ".join(f"{float(s):.4g}" for s in built[:4]) + (", ..." if len(built) > 4 else "")]
+
+
 def _capped(trial: Trial, cap: float | None) -> Call:
     return edited(trial.call, attrs={"logits_soft_cap": cap}, config={"attn_logit_softcapping": None})
 
@@ -501,7 +509,9 @@ CAUSES = (
              lambda t, _: edited(t.call, without=("sinks",)) if "sinks" in t.call.params else decline("no sinks")),
     CauseRow("no_slopes", SETTING, PAGED, "without its ALiBi slopes",
              lambda t, _: decline("it has no slopes") if _settings(t.call)["slopes"] is None
-             else edited(t.call, config={"model_type": "", "alibi": False})),
+             else edited(t.call, without=("impl.alibi_slopes",), config={"model_type": "", "alibi": False})),
+    CauseRow("own_slopes", SETTING, PAGED, "with the ALiBi slopes that it was built with, {0}, not those of its heads",
+             lambda t, _: edited(t.call, config={"model_type": "", "alibi": False}), _built_slopes),
     CauseRow("heads_in_turn", ADDRESS, PAGED,
              "with key heads dealt out in turn (query head h reads key head h modulo their number)", _heads_in_turn),
     CauseRow("heads_shifted", ADDRESS, PAGED, "with its heads' results {0} places further on", _heads_shifted,

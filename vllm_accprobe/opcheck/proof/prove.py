@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.ranks import ONE
+from vllm_accprobe.comparison.built import other_code
 from vllm_accprobe.comparison.coverage import ModuleCover
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.notes import Differs
@@ -39,7 +40,7 @@ from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.habits.decided import sentence
 from vllm_accprobe.opcheck.proof.decide import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
-from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference import FORWARD, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult, grids
 
@@ -308,7 +309,8 @@ def computed_otherwise(
             calls = [c for c in _first_calls(sides[1], tap) if not c.missing]
             for n, v in other:
                 if any((_moved(references, c, {n: v}, True) or (0.0,))[0] > 1.0 for c in calls):
-                    found[tap] = f"its {n} is {own.attrs[n]}, golden's is {v}"
+                    said = f"its {n} is {own.attrs[n]}, golden's is {v}"
+                    found[tap] = (n == FORWARD and other_code(own.attrs[n], v)) or said
             if own.cls != theirs.cls and any(_is_other(references, c, theirs) for c in calls):
                 found[tap] = f"it is a {own.cls}, golden's is a {theirs.cls}"
     return found

@@ -241,6 +241,8 @@ def scale_of(call: Call, head: int) -> float:
         for name in ("scale", "scaling"):
             if name in source:
                 return float(source[name])
+    if "impl.scale" in call.attrs:  # Gemma 3n and 4 scale nothing
+        return float(call.attrs["impl.scale"])
     if "query_pre_attn_scalar" in call.config:
         return float(call.config["query_pre_attn_scalar"]) ** -0.5
     return float(head) ** -0.5
@@ -258,6 +260,9 @@ def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
     if call.config.get("model_type") in ("bloom", "mpt") or call.config.get("alibi"):
         size, rank = int(call.parent.get("tp_size", 1)), int(call.parent.get("tp_rank", 0))
         slopes = alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads]
+        slopes = slopes * scale_of(call, head) if call.config.get("alibi") else slopes  # Falcon adds, then scales
+    elif own := call.attrs.get("impl.alibi_slopes"):
+        slopes = torch.tensor(own, dtype=torch.float64)
     sinks = call.param("sinks") if "sinks" in call.params else None
     return {"scale": scale_of(call, head), "window": int(window) if window else None, "cap": _cap(call),
             "slopes": slopes, "sinks": sinks, "step": call.unit}  # fmt: skip

@@ -2,18 +2,20 @@
 
 The problem: most calls of a model are of blocks, and a fault can sit between modules, where nothing is captured (a
 residual stream that is scaled, shared experts that are not added). The idea: a block's output is checked against the
-outputs captured inside it, bit for bit where it hands one on, in float64 where it adds two up. What a block does is
-known by class [vLLM's and transformers' model files]; others are declined. A block whose convolution or recurrence is
-no module may be found wrong and never right. vLLM's opaque operators put the results of the operators inside them,
-first those of single tokens, then those of prompts, into one buffer: the results must lie there, row by row. Around a
+outputs captured inside it, bit for bit where it hands one on, in float64 where it adds two up. What a block does the
+capture reads in its code (`by_formula`); else it is known by class, and others are declined. A block whose convolution
+or recurrence is no module may be found wrong and never right. vLLM's opaque operators put the results of the operators
+inside them, first those of single tokens, then those of prompts, into one buffer, where they must lie. Around a
 vision tower: x * weight[c] + bias[c] on the channels of raw pixels; a convolution over patches that do not overlap is a
 product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section 3.1].
 """
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -22,10 +24,22 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
+from vllm_accprobe.opcheck.reference import (
+    FORWARD,
+    Call,
+    Declined,
+    Expected,
+    combined,
+    decline_if,
+    device_kernel,
+    only,
+    reference,
+    required,
+)
 from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
-from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, added, rounded, sum_of_two
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, rounded, sum_of_two
+from vllm_accprobe.opcheck.run.result_row import BY_NAME
 
 Inside = Sequence[tuple[str, str, Any]]
 NOT_HANDED_ON = "a block whose parts do not tell what it hands on"
@@ -92,6 +106,12 @@ def routed_factor(call: Call) -> float:
     return float(whole)
 
 
+@reference("Dropout", "Identity", by_rows=True)
+def unchanged(call: Call) -> Expected:
+    """What a model that is served does not drop."""
+    return equal(call.tensor("input", "x", "0"))
+
+
 @reference("FusedMMInputNorm")
 def input_norm(call: Call) -> Expected:
     x, weight, bias = call.wide("pixel_values", "0"), call.param("weight"), call.param("bias")
@@ -148,56 +168,189 @@ def _last(call: Call, *children: str) -> dict[str, Expected]:
     return _handed_on(call, *(("output.0", child, "output.0") for child in children))
 
 
+_FEW_VALUED = 8.0**-0.5 * 2.0
+"""Units: the standard error of rounding a sum of two numbers on one grid once, at most (`sum_of_two`)."""
+
+
+@reference(FORWARD)
+def by_formula(call: Call) -> dict[str, Expected]:
+    """What the block's own code makes of its inputs and its parts' outputs, by the formulas that the capture read in
+    its source (capture/taps/formulas.py)."""
+    own = call.attrs.get(FORWARD, {}).get("own_code")
+    return only(of_code(call), unseen="" if own is None else f"what its own code computes for {own} was not followed")
+
+
+def of_code(call: Call) -> dict[str, Expected]:
+    """Outputs by their formulas. Raises Declined."""
+    texts = call.attrs.get(FORWARD)
+    if not isinstance(texts, dict) or not all(isinstance(t, str) for t in texts.values()):
+        raise Declined(NO_FORMULA)
+    all_seen(call)
+    if (child := texts.get("output")) is not None:  # all that this child gave
+        texts = {role: f"{child}[{role.rpartition('.')[2]}]" for role in call.outputs if role.startswith("output.")}
+    found = {role: Formula(call, role).expected(text) for role, text in texts.items() if role in call.outputs}
+    decline_if(not found, NOT_HANDED_ON)
+    return found
+
+
+class Formula:
+    """Evaluates one output's formula. Raises Declined for what the dump does not have, and for what is no formula."""
+
+    def __init__(self, call: Call, role: str):
+        self._call, self._shape = call, call.outputs[role].shape
+        self._size = math.prod(self._shape)
+
+    def expected(self, text: str) -> Expected:
+        try:
+            tree = ast.parse(text, mode="eval").body if len(text) <= _LONGEST else None
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = None
+        if tree is None:
+            raise Declined(NO_FORMULA)
+        try:
+            y = self._value(tree)
+        except RecursionError:
+            raise Declined(NO_FORMULA) from None
+        if not isinstance(y, Expected):
+            raise Declined(NO_FORMULA)
+        if y.noise is None:  # handed on
+            return replace(y, unit=0.0)
+        # the last rounding is judged by the output's dtype
+        noise = combined(y.noise, (2.0 / 24.0**0.5 * self._call.unit) * y.value.abs())
+        return replace(y, noise=noise, bound=y.bound + SUM * y.value.abs())
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            return float(node.value)
+        if isinstance(node, ast.Name):
+            return self._here(self._call.tensor(node.id, node.id.removeprefix("_")))
+        if isinstance(node, ast.Subscript):
+            return self._output(*_place(node))
+        if isinstance(node, ast.IfExp):
+            return self._value(node.body if self._is_there(node.test) else node.orelse)
+        if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+            left, right = (self._rounded(self._value(side)) for side in (node.left, node.right))
+            return self._of_two(type(node.op), left, right)
+        raise Declined(NO_FORMULA)
+
+    def _here(self, tensor: Any) -> Expected:
+        if tuple(tensor.shape) == tuple(self._shape[-1:]):  # a bias
+            return Expected(tensor.double().expand(self._shape))
+        if tensor.numel() != self._size:
+            raise Declined("a part whose output has another shape")
+        return Expected(tensor.double().reshape(self._shape))
+
+    def _records(self, path: str, role: str) -> list[Any]:
+        return [r for p, found, r in inside(self._call) if (p, found) == (path, role)]
+
+    def _output(self, path: str, k: int) -> Expected:
+        found, read = self._records(path, f"output.{k}"), self._call.extra.get("read")
+        if len(found) != 1 or read is None:
+            raise Declined(f"{path} was called {len(found)} times" if len(found) > 1 else f"{path} was not captured")
+        if getattr(found[0].layout, "kind", "") == "partial":
+            raise Declined("a sum over ranks")
+        return self._here(read(found[0]))
+
+    def _is_there(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Name):
+            return self._call.maybe(node.id) is not None
+        if isinstance(node, ast.Subscript):
+            path, k = _place(node)
+            return bool(self._records(path, f"output.{k}"))
+        raise Declined(NO_FORMULA)
+
+    def _rounded(self, y: Any) -> Any:
+        """What was computed is rounded before it is used."""
+        if isinstance(y, float) or y.noise is None:
+            return y
+        size = self._call.unit * y.value.abs()
+        return replace(y, noise=combined(y.noise, _FEW_VALUED * size), bound=y.bound + size)
+
+    def _of_two(self, sign: type, a: Any, b: Any) -> Any:
+        operate = _SIGNS[sign]
+        if isinstance(a, float) and isinstance(b, float):
+            return operate(a, b)
+        x, y = (e.value if isinstance(e, Expected) else torch.tensor(e, dtype=torch.float64) for e in (a, b))
+        dx, dy = (_errors(e) for e in (a, b))
+        if sign in (ast.Add, ast.Sub):
+            return Expected(operate(x, y), combined(dx[0], dy[0]), bound=dx[1] + dy[1])
+        if sign is ast.Div:
+            if not isinstance(b, float):
+                raise Declined(NO_FORMULA)
+            return Expected(x / y, dx[0] / y.abs(), bound=dx[1] / y.abs())
+        return Expected(x * y, combined(dx[0] * y.abs(), dy[0] * x.abs()), bound=dx[1] * y.abs() + dy[1] * x.abs())
+
+
+NO_FORMULA = "a block whose formula this release does not know"
+_LONGEST = 4000
+_SIGNS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+
+
+def _place(node: ast.Subscript) -> tuple[str, int]:
+    """The path and number that ``path[k]`` names."""
+    if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, int):
+        raise Declined(NO_FORMULA)
+    return ast.unparse(node.value), node.slice.value
+
+
+def _errors(e: Any) -> tuple[Any, Any]:
+    """(noise, bound), zeros for what is exact."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return (zero, zero) if isinstance(e, float) or e.noise is None else (e.noise, e.bound)
+
+
+def by_class(call: Call, usual: Callable[[Call], Mapping[str, Expected]], note: str = "") -> dict[str, Expected]:
+    """By the block's own code where the capture recorded it, else what blocks of such a class usually do, with
+    ``note``; without one, only where that is what it gave: code that could not be followed may do more."""
+    code = call.attrs.get(FORWARD)
+    if code:
+        try:
+            return of_code(call)
+        except Declined:
+            if "output.0" in code:
+                raise
+    found = usual(call)
+    if code is not None and not note:
+        found = {role: e for role, e in found.items() if torch.equal(e.value, call.outputs[role].double())}
+        decline_if(not found, NOT_HANDED_ON)
+    return only(found, note=note)
+
+
+@reference("*DecoderLayer")
+def decoder_layer(call: Call) -> dict[str, Expected]:
+    return by_class(call, _usual_layer, BY_NAME)
+
+
+def _usual_layer(call: Call) -> dict[str, Expected]:
+    """Of layers that pass on (hidden, residual); those that add it themselves, as transformers' do, give x + f
+    attention + f MLP."""
+    if "output.1" in call.outputs:
+        if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
+            raise Declined(WHERE_SCALED)  # some layers divide by it, so that float16 does not overflow
+        norms = (("output.1", f"{which}_layernorm", "output.1") for which in ("post_attention", "pre_feedforward"))
+        return _handed_on(call, ("output.0", inside(call)[-1][0].partition(".")[0], "output.0"), *norms)
+    all_seen(call)
+    parts = {path for path, _, _ in inside(call)}
+    attention = "self_attn" if "self_attn" in parts else "attn"
+    # norms behind the attention or the MLP, as Gemma has them, are in the sum and would have to be known
+    norms_behind = {"pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_layernorm"}
+    if not parts >= {attention, "mlp"} or parts & norms_behind:
+        raise Declined("a layer that adds its residual itself")
+    x, factor = "hidden_states" if "hidden_states" in call.inputs else "_0", residual_factor(call)
+    times = "" if factor == 1.0 else f"{factor!r} * "
+    a, m = f"{times}{attention}[0]", f"{times}mlp[0]"
+    y, z = (Formula(call, "output.0").expected(text) for text in (f"({x} + {a}) + {m}", f"{x} + ({a} + {m})"))
+    return {"output.0": replace(y, noise=torch.maximum(y.noise, z.noise), bound=torch.maximum(y.bound, z.bound))}
+
+
 def residual_factor(call: Call) -> float:
     """What a layer multiplies its attention and its MLP with before it adds them (Granite, MiniCPM), else 1."""
     own = call.attrs.get("residual_multiplier", call.config.get("residual_multiplier"))
     if own is None and (depth := call.config.get("scale_depth")) is not None:
         own = float(depth) / float(call.config.get("num_hidden_layers") or 1) ** 0.5
     return 1.0 if own is None else float(own)
-
-
-def residual_layer(call: Call) -> dict[str, Expected]:
-    """Layers that add their residual themselves, as transformers' do: x + f attention + f MLP."""
-    all_seen(call)
-    attention, last = first(call, "self_attn", "attn"), first(call, "mlp")
-    # norms behind the attention or the MLP, as Gemma has them, are in the sum and would have to be known
-    norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_layernorm")
-    if attention is None or last is None or any(path in norms for path, _, _ in call.extra.get("children", ())):
-        raise Declined("a layer that adds its residual itself")
-    x, factor = call.wide("hidden_states", "0").reshape(last.value.shape), residual_factor(call)
-    parts = factor * attention.value, factor * last.value
-    sizes = [(x + parts[0]).abs(), *((p.abs() for p in parts) if factor != 1.0 else ())]
-    noise = call.unit * sum(s * s for s in sizes) ** 0.5
-    return {"output.0": Expected(x + parts[0] + parts[1], ROUNDED * noise, bound=call.unit * sum(sizes))}
-
-
-def parallel_layer(call: Call) -> dict[str, Expected]:
-    """Layers of one norm (Cohere): x + attention + MLP of the same input, in either order of the two sums (it differs
-    between classes and releases); x is output.1, too."""
-    decline_if(bool(call.extra.get("partial")) or int(call.attrs.get("tp_size") or 1) > 1, "a sum over ranks")
-    x = call.wide("hidden_states", "0")
-    attention, last = child_output(call, "self_attn"), child_output(call, "mlp")
-    x = x.reshape(last.value.shape)
-    size = call.unit * torch.maximum((x + attention.value).abs(), (attention.value + last.value).abs())
-    y = Expected(x + attention.value + last.value, ROUNDED * size, bound=size)
-    return {"output.0": y, "output.1": Expected(x, unit=0.0)}
-
-
-@reference("*DecoderLayer")
-def decoder_layer(call: Call) -> dict[str, Expected]:
-    """Of layers that pass on (hidden, residual); those that add it themselves: `residual_layer`."""
-    if "output.1" not in call.outputs:
-        return residual_layer(call)
-    if call.cls in _PARALLEL:
-        return parallel_layer(call)
-    if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
-        raise Declined(WHERE_SCALED)  # some layers divide by it, so that float16 does not overflow
-    norms = (("output.1", f"{which}_layernorm", "output.1") for which in ("post_attention", "pre_feedforward"))
-    return _handed_on(call, ("output.0", inside(call)[-1][0].partition(".")[0], "output.0"), *norms)
-
-
-_PARALLEL = ("CohereDecoderLayer", "Cohere2MoeDecoderLayer", "CohereCompassDecoderLayer")
-"""Classes of vLLM 0.32 whose layer is `parallel_layer`."""
 
 
 @reference("*Attention", "MultiHeadLatentAttentionWrapper")
@@ -214,6 +367,10 @@ def recurrent_block(call: Call) -> dict[str, Expected]:
 
 @reference("*MLP")
 def mlp(call: Call) -> dict[str, Expected]:
+    return by_class(call, _usual_mlp, BY_NAME)
+
+
+def _usual_mlp(call: Call) -> dict[str, Expected]:
     gates = [f for f in inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
     if gates:
         return {"output.0": _gated(call, gates[-1][2])}
@@ -328,12 +485,20 @@ def _apart(call: Call) -> Expected:
 
 @reference("*Model")
 def model(call: Call) -> dict[str, Expected]:
+    return by_class(call, _usual_model)
+
+
+def _usual_model(call: Call) -> dict[str, Expected]:
     roles = ("output.0", "output.last_hidden_state")
     return _handed_on(call, *((role, n, "output.0") for n in ("norm", "final_layernorm") for role in roles))
 
 
 @reference("*ForCausalLM", "*ForConditionalGeneration")
 def causal_lm(call: Call) -> dict[str, Expected]:
+    return by_class(call, _usual_causal_lm)
+
+
+def _usual_causal_lm(call: Call) -> dict[str, Expected]:
     """vLLM's head runs behind it, in another call; transformers' is inside."""
     places = [("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0")]
     return _handed_on(call, *places, ("output.logits", "lm_head", "output.0"), last=False)

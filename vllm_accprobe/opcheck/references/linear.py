@@ -300,6 +300,15 @@ def looked_up(ids: Any, table: Any, first: int = 0) -> Any:
     return table[local.clamp(0, table.shape[0] - 1)].double() * inside.unsqueeze(-1)
 
 
+@reference("OPTLearnedPositionalEmbedding")
+def shifted_embedding(call: Call) -> Expected:
+    """The row of each position, and two behind it: OPT's tables begin with two rows of padding."""
+    at = call.tensor("positions", "0").long() + int(call.attr("offset", default=2))
+    table = call.stored("weight")
+    decline_if(int(at.max()) >= table.shape[0] or int(at.min()) < 0, "an id lies outside its table")
+    return Expected(looked_up(at, table), bound=torch.zeros((), dtype=torch.float64))
+
+
 @reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
 def embedding(call: Call) -> Expected:
     ids = call.tensor(*_IDS)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
-from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, vendor, weight_here
+from vllm_accprobe.opcheck.references.parts import Arguments, equal, param_if, ranks_of, reshaped, vendor, weight_here
 from vllm_accprobe.opcheck.roundings import (
     APPROXIMATE,
     ROUNDED,
@@ -330,12 +330,16 @@ def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps:
 
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
-def layer(call: Call) -> Expected:
+def layer(call: Call) -> dict[str, Expected]:
+    """Cohere's hands on the residuals that it gets, too."""
     x = call.wide("input", "x", "hidden_states", "0")
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     dims = len(shape) if isinstance(shape, (list, tuple)) else 1
     bias, eps, weight = param_if(call, "bias"), _own(call), param_if(call, "weight")
-    return _with_source(call, layer_normed(x, weight, bias, eps, call.unit, dims))
+    found = {"output.0": _with_source(call, layer_normed(x, weight, bias, eps, call.unit, dims))}
+    if "output.1" in call.outputs and (residual := call.maybe("residuals", "residual")) is not None:
+        found["output.1"] = equal(residual)
+    return found
 
 
 @reference("GroupNorm")

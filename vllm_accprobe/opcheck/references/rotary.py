@@ -87,6 +87,10 @@ def angles_of(call: Call, dim: int) -> tuple[Any, float]:
             factor = float(s["factor"])
             up, down = (yarn_magnitude(factor, float(s.get(k, d))) for k, d in (("mscale", 1), ("mscale_all_dim", 0)))
             return yarn_frequencies(dim, base, s), up / down
+        if cls == "Phi3LongRoPEScaledRotaryEmbedding":
+            kind = "long" if call.attr("use_long_rope") else "short"
+            by = torch.tensor(call.attrs[f"{kind}_factor"], dtype=torch.float64)
+            return plain_frequencies(dim, base) / by, float(call.attrs[f"{kind}_mscale"])
     except (KeyError, TypeError):
         raise Declined("its scaling is neither recorded nor in config.json") from None
     raise Declined(f"the frequencies of {cls} are not known")

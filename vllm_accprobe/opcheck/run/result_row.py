@@ -119,20 +119,20 @@ def id_of(rank: int, step: int | None, seq: int) -> str:
     return f"{rank}.{step}.{seq}"
 
 
-_ADD_UP = ("DecoderLayer", "MLP")
-"""Ends of the classes whose reference adds up what their parts gave (references/composite.py)."""
+BY_NAME = "by its class's name: what its own code does was not recorded"
+"""In messages on layers and MLPs of captures without formulas (references/composite.py)."""
 OWN_CODE = "no block of its class gives what its parts add up to: its own code may do more (a golden decides)"
 
 
 def without_unknown_blocks(rows: Sequence[CheckResult]) -> list[CheckResult]:
-    """``rows``, with the layers and MLPs unchecked of whose class no output, in two layers or more, is what its parts
-    add up to: a block's own code was not captured, and where our formula is right for none it may be the formula that
-    is wrong (Granite's residual factor, a layer with attention and MLP side by side)."""
+    """``rows``, with the layers and MLPs unchecked that are known by name alone, where no output of their class, in two
+    layers or more, is what its parts add up to: where our formula is right for none it may be the formula that is wrong
+    (Granite's residual factor, a layer with attention and MLP side by side)."""
     outer = {up for r in rows for up in enclosing(r.tap)}
     right = {(r.cls, r.role) for r in rows if r.status == PASS}
     wrong: dict[tuple[str, str], set[str]] = {}
     for r in rows:
-        if r.status == FAIL and r.cls.endswith(_ADD_UP) and r.tap in outer and (r.cls, r.role) not in right:
+        if r.status == FAIL and BY_NAME in r.message and r.tap in outer and (r.cls, r.role) not in right:
             wrong.setdefault((r.cls, r.role), set()).add(r.tap)
     unknown = {key for key, taps in wrong.items() if len(taps) > 1}
     none: dict[str, Any] = {"measure": None, "measured": None, "allowed": None, "tier": "", "chance": None, "cause": ""}

@@ -1,0 +1,156 @@
+"""Formulas that a block's own code tells: each way in which decoder layers add, scale, branch and hand on."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_accprobe.capture.taps.formulas import formulas
+
+
+class Block(nn.Module):
+    def __init__(self, **own: Any):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.Identity(), nn.Identity(), nn.Identity()
+        self.config = SimpleNamespace(**own)
+        self.factor = 0.25
+
+
+class Sequence(Block):
+    def forward(self, x):
+        residual = x
+        x = self.attn(self.norm(x))
+        x = residual + x
+        return x + self.mlp(x)
+
+
+class Factored(Block):
+    def forward(self, x):
+        return x + self.attn(x) * self.factor
+
+
+class InPlace(Block):
+    """The residual is x itself, which the addition changes, too."""
+
+    def forward(self, x):
+        residual = x
+        residual += self.attn(x)
+        return self.mlp(x) + x
+
+
+class Pair(Block):
+    def forward(self, x, residual=None):
+        if residual is None:
+            residual = x
+            x = self.norm(x)
+        else:
+            x, residual = self.norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Switched(Block):
+    def forward(self, x):
+        attention, bias = self.attn(x)
+        if self.config.parallel and bias is not None:
+            attention += bias
+        return (attention, self.config.parallel) if self.config.parallel else x
+
+
+class Whole(Block):
+    def forward(self, x):
+        for layer in (self.attn, self.norm):
+            x = layer(x)
+        return self.mlp(x)
+
+
+class Layers(Block):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x):
+        for layer in self.layers[:1]:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Either(Block):
+    def forward(self, x):
+        y = self.mlp(x)
+        if isinstance(y, tuple) and len(y) == 2:
+            y, more = y
+            return y / math.sqrt(4.0), more
+        return y / 4.0
+
+
+class Named(Block):
+    def forward(self, x):
+        if x.dim() > 2:
+            raise ValueError
+        return SimpleNamespace(hidden=self.mlp(self.norm(x)), other=x.relu())
+
+
+class Again(Block):
+    def forward(self, x):
+        return x + self.mlp(self.mlp(x))
+
+
+class Partly(Block):
+    def forward(self, x):
+        y = self.mlp(x)
+        y[:2] = 0.0
+        return y
+
+
+class Alias(Block):
+    def forward(self, x):
+        y = z = self.mlp(x)
+        y += x
+        return z + y
+
+
+class Function(Block):
+    def forward(self, x):
+        return torch.relu(self.mlp(x))
+
+
+class Divided(Block):
+    def forward(self, x):
+        return self.mlp(x) / (1.0 / (self.factor - 0.25))
+
+
+class Wrong(Block):
+    def forward(self, x):
+        try:
+            return self.mlp(x)
+        finally:
+            pass
+
+
+@pytest.mark.parametrize(("block", "wanted"), [
+    (Sequence(), {"output.0": "((x + attn[0]) + mlp[0])"}),
+    (Factored(), {"output.0": "(x + (attn[0] * 0.25))"}),
+    (InPlace(), {"output.0": "(mlp[0] + (x + attn[0]))"}),
+    (Pair(), {"output.0": "mlp[0]", "output.1": "(norm[1] if residual else x)"}),
+    (Switched(parallel=True), {"output.0": "((attn[0] + attn[1]) if attn[1] else attn[0])"}),
+    (Switched(parallel=False), {"output.0": "x"}),
+    (Whole(), {"output": "mlp", "own_code": "mlp"}),
+    (Layers(), {"output": "norm"}),
+    (Either(), {"output.0": "((mlp[0] / 2.0) if mlp[1] else (mlp[0] / 4.0))", "output.1": "mlp[1]"}),
+    (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
+    (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (Divided(), {}),
+    (nn.Linear(2, 2), {}), (nn.Sequential(nn.Identity()), {}),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> None:
+    assert formulas(block) == wanted
+
+
+def test_a_forward_in_place_of_its_class() -> None:
+    block = Sequence()
+    block.forward = lambda x: x
+    assert formulas(block) == {}  # what a lambda of somebody else does is not its class's

@@ -1,0 +1,474 @@
+"""What a block's own code makes of its inputs and of its parts' outputs, as formulas.
+
+The problem: a layer adds, scales and hands on between its parts, where nothing is captured, and each family does it in
+its own way. The idea: the source of a module's forward is followed symbolically, once a module, before it is tapped:
+the module's own numbers and switches are known, its children are calls, and every path through the code gives an
+expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
+output k of the child at that path; numbers; + - * /; ``a if w else b``, where w says whether the input or output w is
+there. ``output`` alone names the child all of whose outputs are handed on, ``own_code`` children whose inputs are not
+followed. What is not followed (functions, loops,
+slices, a child called twice) has no formula. Not here: what a formula makes of tensors (opcheck/references).
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_MOST_PATHS = 32
+"""Chosen: paths through one forward; the most of vLLM 0.32's decoder layers has 8."""
+_MOST_LETTERS = 2000
+_BINARY: dict[type, tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}  # fmt: skip
+_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+_BUILTINS: dict[str, Any] = {"isinstance": isinstance, "tuple": tuple, "len": len}
+_PLAIN = (bool, int, float, str, type(None), dict, list)
+_SAME = ("contiguous", "clone", "detach")
+"""Methods of a tensor that leave its numbers as they are."""
+
+
+class _Lost(Exception):
+    """This code is not followed."""
+
+
+@dataclass
+class _Cell:
+    """A tensor: what it is, None where that is not known. optional: it may be None instead; layers: it comes out of a
+    loop over modules."""
+
+    text: str | None
+    optional: bool = False
+    layers: bool = False
+
+
+@dataclass
+class _Child:
+    """All that one call of a child gave. lost: it may have been changed since."""
+
+    path: str
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """An object of the model's code: a number, a switch, a module, a function."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class _There:
+    """Whether a tensor is there."""
+
+    text: str
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class _Length:
+    """How many outputs a child gave."""
+
+    path: str
+
+
+_OTHER = _Known(object())
+"""Anything else."""
+
+
+@dataclass
+class _Path:
+    """One path through the code. names: local variables; there: tensors known to be there or not; called: children."""
+
+    names: dict[str, Any]
+    there: dict[str, bool] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+
+    def copy(self) -> _Path:
+        memo: dict[int, Any] = {}
+        return _Path({k: _copied(v, memo) for k, v in self.names.items()}, dict(self.there), set(self.called))
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Tensors anew, the same ones for the same names; all else as it is."""
+    if isinstance(value, (_Cell, _Child)):
+        return memo.setdefault(id(value), copy.copy(value))
+    if isinstance(value, tuple):
+        return tuple(_copied(v, memo) for v in value)
+    return value
+
+
+def formulas(module: torch.nn.Module) -> dict[str, str]:
+    """Role → formula of each output of ``module`` that its code tells; {} for a module without parts. Runs no code of
+    the model but properties of its modules; never raises."""
+    if not module._modules:
+        return {}
+    try:
+        forward = module.__dict__.get("forward") or type(module).forward
+        function = inspect.unwrap(getattr(forward, "__func__", forward))
+        body, arguments = _parsed(function)
+        return _Follower(module, function).outputs(body, arguments)
+    except Exception:  # a model's source may be anything, and what it says may divide by 0
+        return {}
+
+
+@functools.lru_cache(maxsize=512)
+def _parsed(function: Any) -> tuple[tuple[ast.stmt, ...], tuple[str, ...]]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise _Lost
+    a = tree.args
+    return tuple(tree.body), tuple(x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs))
+
+
+class _Follower:
+    def __init__(self, module: torch.nn.Module, function: Any):
+        self._module, self._globals = module, getattr(function, "__globals__", {})
+        self._paths = {id(m): name for name, m in module.named_modules() if name}
+        self._left, self._blind = _MOST_PATHS, set[str]()
+
+    def outputs(self, body: Sequence[ast.stmt], arguments: Sequence[str]) -> dict[str, str]:
+        names: dict[str, Any] = {name: _Cell(name, optional=True) for name in arguments[1:]}
+        result = self._run(body, _Path({arguments[0]: _Known(self._module), **names}))
+        if isinstance(result, _Child) and not result.lost:
+            return {"output": result.path} | ({"own_code": result.path} if result.path in self._blind else {})
+        if isinstance(result, dict):
+            found = {f"output.{k}": v for k, v in result.items()}
+            found["output.0"] = next(iter(result.values()), None)  # where a tuple is made of them
+        else:
+            values = result if isinstance(result, tuple) else (result,)
+            found = {f"output.{k}": v for k, v in enumerate(values)}
+        texts = {role: _text(v) for role, v in found.items()}
+        kept = {role: text for role, text in texts.items() if text is not None and len(text) < _MOST_LETTERS}
+        blind = sorted(path for path in self._blind if any(f"{path}[" in text for text in kept.values()))
+        return kept | ({"own_code": ", ".join(blind)} if blind else {})
+
+    # --- statements ---
+
+    def _run(self, body: Sequence[ast.stmt], path: _Path) -> Any:
+        """What is returned; None where the end is reached without, or an error is raised."""
+        for at, s in enumerate(body):
+            rest = body[at + 1 :]
+            if isinstance(s, ast.Return):
+                return self._value(s.value, path) if s.value is not None else None
+            if isinstance(s, ast.Raise):
+                return None
+            if isinstance(s, ast.If):
+                return self._branch(s, rest, path)
+            if isinstance(s, ast.With):
+                return self._run([*s.body, *rest], path)
+            if isinstance(s, (ast.For, ast.While)):
+                self._loop(s, path)
+            elif isinstance(s, ast.Assign):
+                value = self._value(s.value, path)
+                for target in s.targets:
+                    self._bind(target, value, path)
+            elif isinstance(s, ast.AnnAssign):
+                if s.value is not None:
+                    self._bind(s.target, self._value(s.value, path), path)
+            elif isinstance(s, ast.AugAssign):
+                self._in_place(s, path)
+            elif isinstance(s, ast.Expr):
+                self._value(s.value, path)
+            elif not isinstance(s, (ast.Assert, ast.Pass, ast.Delete, ast.Import, ast.ImportFrom)):
+                raise _Lost
+        return None
+
+    def _branch(self, s: ast.If, rest: Sequence[ast.stmt], path: _Path) -> Any:
+        test = self._value(s.test, path)
+        decided = self._decided(test, path)
+        if decided is not None:
+            return self._run([*(s.body if decided else s.orelse), *rest], path)
+        self._left -= 1
+        if self._left < 0:
+            raise _Lost
+        yes, no = path.copy(), path.copy()
+        if isinstance(test, _There):
+            yes.there[test.text], no.there[test.text] = not test.negated, test.negated
+        a, b = self._run([*s.body, *rest], yes), self._run([*s.orelse, *rest], no)
+        if isinstance(test, _There) and test.negated:
+            a, b = b, a
+        return _either(test.text if isinstance(test, _There) else None, a, b)
+
+    def _decided(self, test: Any, path: _Path) -> bool | None:
+        if isinstance(test, _There):
+            there = path.there.get(test.text)
+            return None if there is None else there != test.negated
+        if isinstance(test, _Known) and isinstance(test.value, _PLAIN):
+            return bool(test.value)
+        return None
+
+    def _loop(self, s: ast.For | ast.While, path: _Path) -> None:
+        for node in ast.walk(s):
+            if isinstance(node, ast.Return):
+                raise _Lost
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                old = path.names.get(node.id)
+                _lose(old)
+                path.names[node.id] = _Cell(None, layers=self._over_modules(s))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = getattr(self._module, node.attr, None)
+                if isinstance(module, torch.nn.Module):  # whatever of it runs here ran before what comes behind
+                    path.called |= {p for p in self._paths.values() if f"{p}.".startswith(f"{node.attr}.")}
+
+    def _over_modules(self, s: ast.For | ast.While) -> bool:
+        """Whether a loop calls one module after the other, which are judged by themselves."""
+        names = [n.attr for n in ast.walk(getattr(s, "iter", s)) if isinstance(n, ast.Attribute)]
+        return any(isinstance(getattr(self._module, name, None), torch.nn.ModuleList) for name in names)
+
+    def _bind(self, target: ast.expr, value: Any, path: _Path) -> None:
+        if isinstance(target, ast.Name):
+            path.names[target.id] = value
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            if isinstance(value, _Child):
+                value = tuple(_part(value, k) for k in range(len(target.elts)))
+            whole = isinstance(value, tuple) and len(value) == len(target.elts)
+            for k, one in enumerate(target.elts):
+                one = one.value if isinstance(one, ast.Starred) else one
+                self._bind(one, value[k] if whole else _Cell(None), path)
+        elif isinstance(target, ast.Subscript):  # a part of it is another from now on
+            _lose(self._value(target.value, path))
+
+    def _in_place(self, s: ast.AugAssign, path: _Path) -> None:
+        if not isinstance(s.target, ast.Name):
+            _lose(self._value(getattr(s.target, "value", s.target), path))
+            return
+        old = path.names.get(s.target.id)
+        if isinstance(old, _Child):
+            child, old = old, _part(old, 0)
+            child.lost = True  # under its other names
+        new = self._arithmetic(s.op, old, self._value(s.value, path))
+        if isinstance(old, _Cell) and isinstance(new, _Cell):
+            old.text, old.optional = new.text, False  # other names of this tensor see it, too
+            new = old
+        path.names[s.target.id] = new
+
+    # --- expressions ---
+
+    def _value(self, node: ast.expr, path: _Path) -> Any:
+        if isinstance(node, ast.Constant):
+            return _Known(node.value)
+        if isinstance(node, ast.Name):
+            return path.names[node.id] if node.id in path.names else self._global(node.id)
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return tuple(self._value(e, path) for e in node.elts)
+        if isinstance(node, ast.Attribute):
+            return _attribute(self._value(node.value, path), node.attr)
+        if isinstance(node, ast.Subscript):
+            return _subscript(self._value(node.value, path), self._value(node.slice, path))
+        if isinstance(node, ast.Call):
+            return self._call(node, path)
+        if isinstance(node, ast.BinOp):
+            return self._arithmetic(node.op, self._value(node.left, path), self._value(node.right, path))
+        if isinstance(node, ast.UnaryOp):
+            return self._unary(node, path)
+        if isinstance(node, ast.Compare):
+            return self._comparison(node, path)
+        if isinstance(node, ast.BoolOp):
+            return self._logic(node, path)
+        if isinstance(node, ast.IfExp):
+            test = self._value(node.test, path)
+            decided = self._decided(test, path)
+            if decided is not None:
+                return self._value(node.body if decided else node.orelse, path)
+            a, b = self._value(node.body, path), self._value(node.orelse, path)
+            if isinstance(test, _There) and test.negated:
+                a, b = b, a
+            return _either(test.text if isinstance(test, _There) else None, a, b)
+        return _OTHER if not isinstance(node, ast.Slice) else _Cell(None)
+
+    def _global(self, name: str) -> Any:
+        if name in _BUILTINS:
+            return _Known(_BUILTINS[name])
+        return _Known(self._globals[name]) if name in self._globals else _OTHER
+
+    def _unary(self, node: ast.UnaryOp, path: _Path) -> Any:
+        value = self._value(node.operand, path)
+        if isinstance(node.op, ast.Not):
+            if isinstance(value, _There):
+                return _There(value.text, not value.negated)
+            decided = self._decided(value, path)
+            return _OTHER if decided is None else _Known(not decided)
+        if isinstance(node.op, ast.USub) and isinstance(value, _Known) and isinstance(value.value, (int, float)):
+            return _Known(-value.value)
+        return _Cell(None)
+
+    def _comparison(self, node: ast.Compare, path: _Path) -> Any:
+        values = [self._value(v, path) for v in (node.left, *node.comparators)]
+        compare = _COMPARE.get(type(node.ops[0]))
+        if len(values) != 2 or compare is None:
+            return _OTHER
+        a, b = values
+        if isinstance(a, _Length) and isinstance(node.ops[0], ast.Eq) and b == _Known(2):
+            return _There(f"{a.path}[1]")
+        none = isinstance(b, _Known) and b.value is None and isinstance(node.ops[0], (ast.Is, ast.IsNot))
+        if none and isinstance(a, (_Cell, _Child)):
+            cell = _part(a, 0) if isinstance(a, _Child) else a
+            negated = isinstance(node.ops[0], ast.Is)
+            if cell.text is None or not cell.optional:
+                return _OTHER if cell.text is None else _Known(not negated)
+            return _There(cell.text, negated)
+        if all(isinstance(v, _Known) and v is not _OTHER and not isinstance(v.value, torch.Tensor) for v in (a, b)):
+            return _Known(bool(compare(a.value, b.value)))
+        return _OTHER
+
+    def _logic(self, node: ast.BoolOp, path: _Path) -> Any:
+        """and, or: decided where one side alone decides; what is left, where it is one."""
+        decisive, open_ = isinstance(node.op, ast.Or), []
+        for part in node.values:
+            value = self._value(part, path)
+            decided = self._decided(value, path)
+            if decided is decisive:
+                return _Known(decisive)
+            if decided is None:
+                open_.append(value)
+        same = open_ and all(value == open_[0] for value in open_)
+        return _Known(not decisive) if not open_ else open_[0] if same else _OTHER
+
+    def _call(self, node: ast.Call, path: _Path) -> Any:
+        function = self._value(node.func, path)
+        given = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
+        named = {k.arg: self._value(k.value, path) for k in node.keywords}
+        value = function.value if isinstance(function, _Known) else None
+        if isinstance(value, torch.nn.Module):
+            name = self._paths.get(id(value))
+            if name is None or name in path.called:
+                return _Cell(None)
+            path.called.add(name)
+            if any(isinstance(v, _Cell) and v.text is None and not v.layers for v in (*given, *named.values())):
+                self._blind.add(name)
+            return _Child(name)
+        if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
+            owner = self._value(node.func.value, path)
+            return _part(owner, 0) if isinstance(owner, _Child) else owner
+        if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
+            return self._of_ranks(value, given)
+        if value is isinstance and len(given) == 2 and isinstance(given[1], _Known):
+            return _kind(given[0], given[1].value)
+        if value is len and len(given) == 1 and isinstance(given[0], _Child):
+            return _Length(given[0].path)
+        numbers = not named and all(_is_number(v) for v in given)
+        if numbers and callable(value) and getattr(value, "__module__", None) == "math":
+            return _Known(value(*(v.value for v in given)))
+        if isinstance(value, type) and named and not given and all(n is not None for n in named):
+            return {str(n): v for n, v in named.items()}  # a record of outputs by name
+        for v in (*given, *named.values()):
+            _lose(v)
+        return _Cell(None)
+
+    def _of_ranks(self, function: Any, given: list[Any]) -> Any:
+        """A question about the ranks; a sum over one rank."""
+        if not given and function.__name__.startswith("get_"):
+            return _Known(function())
+        from vllm.distributed import get_tensor_model_parallel_world_size
+
+        alone = function.__name__ == "tensor_model_parallel_all_reduce" and get_tensor_model_parallel_world_size() == 1
+        return given[0] if alone and len(given) == 1 else _Cell(None)
+
+    def _arithmetic(self, op: ast.operator, a: Any, b: Any) -> Any:
+        if isinstance(a, tuple) and isinstance(op, ast.Add):
+            return a + b if isinstance(b, tuple) else a  # the first outputs, whatever comes behind them
+        sign, compute = _BINARY.get(type(op), ("", None))
+        values: list[Any] = [_part(v, 0) if isinstance(v, _Child) else v for v in (a, b)]
+        numbers = [v.value for v in values if _is_number(v)]
+        if compute is None:
+            return _Cell(None)
+        if len(numbers) == 2:
+            return _Known(compute(*numbers))
+        texts = [v.text if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
+        whole = all(t is not None for t in texts) and any(isinstance(v, _Cell) for v in values)
+        return _Cell(f"({texts[0]} {sign} {texts[1]})" if whole else None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _Known) and isinstance(value.value, (int, float))
+
+
+def _kind(value: Any, cls: Any) -> Any:
+    """Whether what a child gave is a tuple: it has a second output; or what a pipeline's ranks pass on, which has no
+    output 0."""
+    if isinstance(value, _Child) and cls is tuple:
+        return _There(f"{value.path}[1]")
+    if isinstance(value, _Child) and getattr(cls, "__name__", "") == "IntermediateTensors":
+        return _Known(False)
+    return _OTHER
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, _Child):
+        value = _part(value, 0)
+    return value.text if isinstance(value, _Cell) else None
+
+
+def _part(child: _Child, k: int) -> _Cell:
+    return _Cell(None if child.lost else f"{child.path}[{k}]", optional=k > 0)
+
+
+def _lose(value: Any) -> None:
+    """Whoever got this tensor may have written into it."""
+    for v in value if isinstance(value, tuple) else (value,):
+        if isinstance(v, _Cell):
+            v.text = None
+        elif isinstance(v, _Child):
+            v.lost = True
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if isinstance(owner, _Known) and owner is not _OTHER:
+        try:
+            value = getattr(owner.value, name)
+        except Exception:  # a property may do anything
+            return _OTHER
+        return _Cell(None) if isinstance(value, torch.Tensor) else _Known(value)
+    return _Cell(None) if isinstance(owner, (_Cell, _Child)) else _OTHER
+
+
+def _subscript(owner: Any, at: Any) -> Any:
+    if isinstance(at, tuple) and len(at) == 2 and at[0] in (_Known(0), _Known(None)) and at[1] == _Known(...):
+        return _part(owner, 0) if isinstance(owner, _Child) else owner  # of one batch, or as one
+    k = at.value if isinstance(at, _Known) else None
+    if isinstance(k, int) and isinstance(owner, _Child) and k >= 0:
+        return _part(owner, k)
+    if isinstance(k, int) and isinstance(owner, tuple) and -len(owner) <= k < len(owner):
+        return owner[k]
+    if isinstance(owner, _Known) and isinstance(owner.value, torch.nn.ModuleList) and isinstance(k, int):
+        return _Known(owner.value[k])
+    return _Cell(None)
+
+
+def _either(there: str | None, a: Any, b: Any) -> Any:
+    """What two paths return: ``a`` where that tensor is there. there: None where nobody knows which path is gone."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a == b:
+        return a
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {k: _either(there, a[k], b[k]) for k in a.keys() & b.keys()}
+    if isinstance(a, dict) or isinstance(b, dict):
+        return _Cell(None)
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return tuple(_either(there, x, y) for x, y in zip(a, b, strict=True))
+    if (isinstance(a, tuple) or isinstance(b, tuple)) and there is not None:
+        x, y = (v if isinstance(v, tuple) else (v,) for v in (a, b))
+        least = min(len(x), len(y))  # what only one of them has is there in that case alone
+        return (*(_either(there, p, q) for p, q in zip(x[:least], y[:least], strict=True)), *x[least:], *y[least:])
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        return _Cell(None)
+    one, other = _text(a), _text(b)
+    if one == other:
+        return _Cell(one)
+    return _Cell(f"({one} if {there} else {other})" if None not in (there, one, other) else None)
