@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,32 @@ def finished(path: Path, make: Callable[[], None]) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """Classes of the transformers library, by name, and the config's fields. engine: arguments of vllm.LLM."""
+
+    config: str
+    model: str
+    fields: Mapping[str, Any]
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
 def of_transformers(name: str, path: Path, seed: int = 0) -> Path:
     """The architecture ``name`` with drawn weights, in bfloat16."""
+    return of_architecture(Architecture(*ARCHITECTURES[name]), path, seed)
+
+
+def of_architecture(entry: Architecture, path: Path, seed: int = 0) -> Path:
+    """A model of ``entry`` with drawn weights, in bfloat16."""
 
     def make() -> None:
         import torch
         import transformers
         from tiny_tokenizer import write_tokenizer
 
-        config_class, model_class, fields = ARCHITECTURES[name]
-        config = getattr(transformers, config_class)(vocab_size=tiny_model.VOCAB, **fields)
+        config = getattr(transformers, entry.config)(**{"vocab_size": tiny_model.VOCAB, **entry.fields})
         config.torch_dtype = "bfloat16"
-        model = getattr(transformers, model_class)(config)
+        model = getattr(transformers, entry.model)(config)
         generator = torch.Generator().manual_seed(seed)
         for parameter_name, parameter in model.named_parameters():
             parameter.data.copy_(_drawn(parameter_name, parameter, generator))
