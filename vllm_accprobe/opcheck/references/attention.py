@@ -258,7 +258,9 @@ def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
     if call.config.get("model_type") in ("bloom", "mpt") or call.config.get("alibi"):
         size, rank = int(call.parent.get("tp_size", 1)), int(call.parent.get("tp_rank", 0))
         slopes = alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads]
-    sinks = call.param("sinks") if "sinks" in call.params else None
+    sinks = call.param("sinks") if "sinks" in call.params else call.attrs.get("impl.sinks")
+    if isinstance(sinks, list):  # a parameter of the module around it, which its kernel's object holds
+        sinks = torch.tensor(sinks, dtype=torch.float64)
     return {"scale": scale_of(call, head), "window": int(window) if window else None, "cap": _cap(call),
             "slopes": slopes, "sinks": sinks, "step": call.unit}  # fmt: skip
 
