@@ -32,7 +32,7 @@ from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
-from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS
+from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS, OtherStates
 
 _LEFT = 8
 """Chosen: finished requests of which the rows are kept: a slot of states is given to another soon."""
@@ -273,6 +273,12 @@ class Past:
             self.written[req][name][low:high] = kept[0][name][low:high]
             self.known[req][low:high] = True
 
+    def so_far(self, req: int) -> dict[str, Any]:
+        """The rows of a request up to the first that is missing."""
+        known = self.known[req]
+        n = len(known) if bool(known.all()) else int((~known).nonzero()[0])
+        return {name: rows[:n] for name, rows in self.written[req].items()}
+
     def foreign(self, req: int, step: int) -> str:
         """Why the history of ``req`` is not what its rows of ``step`` demand, or not known to be; "" where it is."""
         prefix = self.shared.get(req)
@@ -454,7 +460,11 @@ class Neighbours:
         if any(len(t) != space.n for t in tensors.values()):
             return {}
         past.write(space, tensors)
-        return {"cache": past.view(space)}
+        if own:
+            return {"cache": past.view(space)}
+        labels = {req: found.id for req in past.written if (found := self._index.dump.requests.get((rank, req)))}
+        others = {label: (tuple(past.begins[req]), past.so_far(req)) for req, label in labels.items()}
+        return {"cache": past.view(space), "states": OtherStates(others)}
 
     def extra(self, what: Call, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
         """All but the cache. Raises DumpError."""

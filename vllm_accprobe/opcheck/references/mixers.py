@@ -13,7 +13,7 @@ request's (causes/state_causes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,6 +206,29 @@ def carried(call: Call) -> dict[str, Expected]:
         e = Expected(value, noise, rows=rows.rows(), reason=reason, groups=mixer.groups, shared=True)
         made[role] = replace(e.map(lambda t, out=out: t.reshape(out.shape)))
     return made
+
+
+class OtherStates:
+    """Of the requests that a tap has seen: their rows so far, for causes. requests: by label, (step, position) where
+    each run of rows begins, and all rows by name."""
+
+    def __init__(self, requests: Mapping[str, tuple[Sequence[tuple[int, int]], Mapping[str, Tensor]]]):
+        self.requests = requests
+        self._known: dict[tuple[str, int], State] = {}
+
+    def behind(self, mixer: Mixer, unit: float, label: str, n: int) -> State:
+        """The exact state behind the first ``n`` rows of a request, from none."""
+        if (label, n) not in self._known:
+            begun = max((k for of, k in self._known if of == label and k < n), default=0)
+            state, rows = self._known.get((label, begun), mixer.zero()), self.requests[label][1]
+            own = {name: t[begun:n].double().unsqueeze(0) for name, t in rows.items()}
+            self._known[label, n] = mixer.advance(as_it_is, unit, own, state)[1] if n > begun else state
+        return self._known[label, n]
+
+    def length(self, label: str, step: int) -> int:
+        """How many rows of a request there were before this step."""
+        begins, rows = self.requests[label]
+        return next((pos for s, pos in begins if s >= step), len(next(iter(rows.values()))))
 
 
 CARRIED = "carried state"

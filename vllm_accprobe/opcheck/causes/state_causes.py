@@ -1,0 +1,126 @@
+"""Causes of recurrent states: another request's, none, one that is a run of rows old; of the recurrence, the convolution.
+
+The problem: a kernel that reads a wrong slot computes rightly from a wrong state, and so do all later rows of that
+request, long after. The idea: at some run of its rows, the first one or a later, a request's state became another one
+that the dump knows, and from there on everything is as the module computes it. Which state, and at which run, is read
+from mine's output, for each request by itself, so that each way to choose counts as tried; a request that is right as
+it is keeps its own.
+Elsewhere: states of a call (references/mixers.py), the proof (search.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, edited
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, Mixer, OtherStates, State, as_it_is
+from vllm_accprobe.opcheck.references.parts import unit_of
+
+_RUNS = 6
+"""Chosen: the latest runs of rows of a request at which its state may have become another one."""
+_MOST = 1 << 26
+"""Chosen: numbers of states that are computed for one request: about a second."""
+_BOTH, _RECURRENCE, _WINDOW = "its state", "the recurrence's state", "the convolution's last inputs"
+_PARTS = (_BOTH, _RECURRENCE, _WINDOW)
+_LEFT, _OTHER, _NONE, _STALE = "left", "other", "none", "stale"
+_TEXTS = {
+    _LEFT: "with {part} at the first token of request {own!r} not zero but what request {donor!r} left",
+    _OTHER: "with {part} of request {own!r} taken from request {donor!r} before position {at}",
+    _NONE: "with {part} of request {own!r} lost before position {at} (zero)",
+    _STALE: "with {part} of request {own!r} at position {at} that of position {old} (not written since)",
+}
+"""Kind → the clause."""
+
+
+def _setting(trial: Trial) -> tuple[Mixer, float, OtherStates, list[str]]:
+    call = trial.call
+    roles = [role for role in trial.roles() if role.startswith(INSIDE)]
+    if call.cls not in KINDS or not roles:
+        raise Declined("no recurrence of it was computed")
+    return KINDS[call.cls].make(call), unit_of(trial.mine(roles[0])), trial.extra("states"), roles
+
+
+def _candidates(
+    kind: str, mixer: Mixer, unit: float, others: OtherStates, own: str, first: int
+) -> Iterator[tuple[str, int, int, State]]:
+    """(donor, position at which the request's state becomes another one, position of that state, the state)."""
+    begins = [(step, pos) for step, pos in others.requests[own][0] if pos <= first]
+    if kind == _LEFT:
+        for donor in others.requests:
+            n = others.length(donor, begins[0][0])
+            if donor != own and n:
+                yield donor, 0, n, others.behind(mixer, unit, donor, n)
+        return
+    later = [(k, *begins[k]) for k in range(1, len(begins))][-_RUNS:]
+    for k, step, pos in later:
+        if kind == _NONE:
+            yield own, pos, 0, mixer.zero()
+        elif kind == _STALE:
+            old = begins[k - 1][1] if pos - begins[k - 1][1] == 1 else pos - 1
+            yield own, pos, old, others.behind(mixer, unit, own, old)
+        else:
+            for donor in others.requests:
+                n = others.length(donor, step)
+                if donor != own and n:
+                    yield donor, pos, n, others.behind(mixer, unit, donor, n)
+
+
+def _best(trial: Trial, kind: str, part: str) -> tuple[dict[int, State], dict[str, Any], float]:
+    """(by first row of a request's run: the state there that explains mine's output best, unless its own does; what
+    the clause says of the first such request; in how many ways it could be chosen)."""
+    mixer, unit, others, roles = _setting(trial)
+    found: dict[int, State] = {}
+    said: dict[str, Any] = {}
+    ways = 1.0
+    of_row = {label: rows for label, (_, rows) in others.requests.items()}
+    name = next(iter(KINDS[trial.call.cls].reads))
+    for at, positions, past in trial.call.extra["cache"].requests():
+        first, stop = int(positions[0]), int(positions[-1]) + 1
+        own = next((x for x, rows in of_row.items() if len(rows[name]) >= stop and bool(
+            (rows[name][:stop] == past[name]).all())), None)  # fmt: skip
+        size = max(1, mixer.channels, int(mixer.zero()[1].numel()))
+        if own is None or stop * size > _MOST:
+            continue
+        rows = {n: t.double().unsqueeze(0) for n, t in past.items() if n in KINDS[trial.call.cls].reads}
+
+        def off(state: State, begun: int) -> tuple[float, State]:
+            """(mine's distance from what follows from a state behind ``begun`` rows, the state at the run)."""
+            if begun < first:
+                state = mixer.advance(as_it_is, unit, {n: t[:, begun:first] for n, t in rows.items()}, state)[1]
+            y = mixer.advance(as_it_is, unit, {n: t[:, first:] for n, t in rows.items()}, state)[0]
+            return sum(float((y[role.removeprefix(INSIDE)][0].flatten(1) - trial.mine(role)[at].double().flatten(1))
+                             .square().sum()) for role in roles), state  # fmt: skip
+
+        least, count = off(others.behind(mixer, unit, own, first), first)[0], 1
+        for donor, pos, n, other in _candidates(kind, mixer, unit, others, own, first):
+            plain = others.behind(mixer, unit, own, pos)
+            window, state = (other[k] if part in (_BOTH, which) else plain[k]
+                             for k, which in ((0, _WINDOW), (1, _RECURRENCE)))  # fmt: skip
+            count += 1
+            left, there = off((window, state), pos)
+            if left < least:
+                least, found[int(at[0])] = left, there
+                this = {"part": part, "own": own, "donor": donor, "at": pos, "old": n - 1}
+        if int(at[0]) in found:
+            said = said or this
+            ways *= count
+    return found, said, ways
+
+
+def _states(trial: Trial) -> Iterator[Guess]:
+    mixer = _setting(trial)[0]
+    for kind, text in _TEXTS.items():
+        for part in _PARTS if mixer.state else (_WINDOW,):
+            _, said, ways = _best(trial, kind, part)
+            if said:
+                yield Guess((text.format(**said), kind, part), choices=ways)
+
+
+def _from_states(trial: Trial, parameter: tuple[str, str, str]) -> Call:
+    found = _best(trial, *parameter[1:])[0]
+    return edited(trial.call, extra={"start": lambda at, _: found.get(int(at[0]))})
+
+
+CAUSES = (CauseRow("another_state", ADDRESS, tuple(KINDS), "{0}", _from_states, _states, whole=True),)
