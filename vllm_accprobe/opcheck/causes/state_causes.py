@@ -1,4 +1,4 @@
-"""Causes of recurrent states: another request's, none, one that is a run of rows old; of the recurrence, the convolution.
+"""Causes of recurrent states: another request's, none, or an old one, whole or of the convolution alone.
 
 The problem: a kernel that reads a wrong slot computes rightly from a wrong state, and so do all later rows of that
 request, long after. The idea: at some run of its rows, the first one or a later, a request's state became another one
@@ -10,13 +10,15 @@ Elsewhere: states of a call (references/mixers.py), the proof (search.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, edited
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, Mixer, OtherStates, State, as_it_is
-from vllm_accprobe.opcheck.references.parts import unit_of
 
 _RUNS = 6
 """Chosen: the latest runs of rows of a request at which its state may have become another one."""
@@ -34,16 +36,17 @@ _TEXTS = {
 """Kind → the clause."""
 
 
-def _setting(trial: Trial) -> tuple[Mixer, float, OtherStates, list[str]]:
+def _setting(trial: Trial) -> tuple[Mixer, OtherStates, list[str]]:
+    """The module's recurrence, the requests' states, and the roles of what it made. Raises Declined."""
     call = trial.call
     roles = [role for role in trial.roles() if role.startswith(INSIDE)]
     if call.cls not in KINDS or not roles:
         raise Declined("no recurrence of it was computed")
-    return KINDS[call.cls].make(call), unit_of(trial.mine(roles[0])), trial.extra("states"), roles
+    return KINDS[call.cls].make(call), trial.extra("states"), roles
 
 
 def _candidates(
-    kind: str, mixer: Mixer, unit: float, others: OtherStates, own: str, first: int
+    kind: str, mixer: Mixer, others: OtherStates, own: str, first: int
 ) -> Iterator[tuple[str, int, int, State]]:
     """(donor, position at which the request's state becomes another one, position of that state, the state)."""
     begins = [(step, pos) for step, pos in others.requests[own][0] if pos <= first]
@@ -51,7 +54,7 @@ def _candidates(
         for donor in others.requests:
             n = others.length(donor, begins[0][0])
             if donor != own and n:
-                yield donor, 0, n, others.behind(mixer, unit, donor, n)
+                yield donor, 0, n, others.behind(mixer, donor, n)
         return
     later = [(k, *begins[k]) for k in range(1, len(begins))][-_RUNS:]
     for k, step, pos in later:
@@ -59,52 +62,62 @@ def _candidates(
             yield own, pos, 0, mixer.zero()
         elif kind == _STALE:
             old = begins[k - 1][1] if pos - begins[k - 1][1] == 1 else pos - 1
-            yield own, pos, old, others.behind(mixer, unit, own, old)
+            yield own, pos, old, others.behind(mixer, own, old)
         else:
             for donor in others.requests:
                 n = others.length(donor, step)
                 if donor != own and n:
-                    yield donor, pos, n, others.behind(mixer, unit, donor, n)
+                    yield donor, pos, n, others.behind(mixer, donor, n)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One request's rows of a call: ``rows`` by name, from its first [1, n, ...], of which those from ``first`` on are
+    the call's; mine: what was made of them, by place, float64."""
+
+    mixer: Mixer
+    rows: Mapping[str, Any]
+    first: int
+    mine: Mapping[str, Any]
+
+    def off(self, state: State, begun: int) -> tuple[float, State]:
+        """(squared distance of mine's from what follows from a state behind ``begun`` rows, the state at the run)."""
+        if begun < self.first:
+            before = {n: t[:, begun : self.first] for n, t in self.rows.items()}
+            state = self.mixer.advance(as_it_is, 0.0, before, state)[1]
+        made = self.mixer.advance(as_it_is, 0.0, {n: t[:, self.first :] for n, t in self.rows.items()}, state)[0]
+        off = sum(float((made[n][0] - y.reshape(made[n][0].shape)).square().sum()) for n, y in self.mine.items())
+        return off, state
 
 
 def _best(trial: Trial, kind: str, part: str) -> tuple[dict[int, State], dict[str, Any], float]:
     """(by first row of a request's run: the state there that explains mine's output best, unless its own does; what
     the clause says of the first such request; in how many ways it could be chosen)."""
-    mixer, unit, others, roles = _setting(trial)
+    mixer, others, roles = _setting(trial)
     found: dict[int, State] = {}
     said: dict[str, Any] = {}
-    ways = 1.0
-    of_row = {label: rows for label, (_, rows) in others.requests.items()}
-    name = next(iter(KINDS[trial.call.cls].reads))
+    ways, name = 1.0, KINDS[trial.call.cls].reads[0]
+    size = max(1, mixer.channels, int(mixer.zero()[1].numel()))
     for at, positions, past in trial.call.extra["cache"].requests():
         first, stop = int(positions[0]), int(positions[-1]) + 1
-        own = next((x for x, rows in of_row.items() if len(rows[name]) >= stop and bool(
-            (rows[name][:stop] == past[name]).all())), None)  # fmt: skip
-        size = max(1, mixer.channels, int(mixer.zero()[1].numel()))
+        own = next((label for label, (_, rows) in others.requests.items()
+                    if len(rows[name]) >= stop and torch.equal(rows[name][:stop], past[name])), None)  # fmt: skip
         if own is None or stop * size > _MOST:
             continue
-        rows = {n: t.double().unsqueeze(0) for n, t in past.items() if n in KINDS[trial.call.cls].reads}
-
-        def off(state: State, begun: int) -> tuple[float, State]:
-            """(mine's distance from what follows from a state behind ``begun`` rows, the state at the run)."""
-            if begun < first:
-                state = mixer.advance(as_it_is, unit, {n: t[:, begun:first] for n, t in rows.items()}, state)[1]
-            y = mixer.advance(as_it_is, unit, {n: t[:, first:] for n, t in rows.items()}, state)[0]
-            return sum(float((y[role.removeprefix(INSIDE)][0].flatten(1) - trial.mine(role)[at].double().flatten(1))
-                             .square().sum()) for role in roles), state  # fmt: skip
-
-        least, count = off(others.behind(mixer, unit, own, first), first)[0], 1
-        for donor, pos, n, other in _candidates(kind, mixer, unit, others, own, first):
-            plain = others.behind(mixer, unit, own, pos)
+        rows = {n: past[n].double().unsqueeze(0) for n in KINDS[trial.call.cls].reads}
+        run = _Run(mixer, rows, first, {r.removeprefix(INSIDE): trial.mine(r)[at].double() for r in roles})
+        least, best, count = run.off(others.behind(mixer, own, first), first)[0], None, 1
+        for donor, pos, n, other in _candidates(kind, mixer, others, own, first):
+            plain = others.behind(mixer, own, pos)
             window, state = (other[k] if part in (_BOTH, which) else plain[k]
                              for k, which in ((0, _WINDOW), (1, _RECURRENCE)))  # fmt: skip
             count += 1
-            left, there = off((window, state), pos)
+            left, there = run.off((window, state), pos)
             if left < least:
-                least, found[int(at[0])] = left, there
-                this = {"part": part, "own": own, "donor": donor, "at": pos, "old": n - 1}
-        if int(at[0]) in found:
-            said = said or this
+                least, best = left, {"part": part, "own": own, "donor": donor, "at": pos, "old": n - 1}
+                found[int(at[0])] = there
+        if best is not None:
+            said = said or best
             ways *= count
     return found, said, ways
 

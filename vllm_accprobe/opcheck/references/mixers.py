@@ -1,12 +1,12 @@
 """Recurrent modules whose convolution and recurrence are no modules, computed from the beginning of each request.
 
-The problem: of Mamba 2, gated delta rule and short convolution layers only the projections are modules; what lies between
-them reads a state that no record has. The idea: a state follows from what the projections gave for all earlier rows of
-its request, which the dump has, as it has keys and values. For each class: whose outputs the recurrence reads (`reads`),
-which inputs of modules inside received its results (`made`, roles ``inside.<path>/<input>``), and one step that takes
-rows and a state and gives results and the next state (`Mixer.advance`). The state after the last row of a call is kept
-for the next one. Noise as in recurrent.py: sampled, with every rounding that a kernel may do, the state's between two
-calls included where the cache's dtype is not known to be wider than the model's.
+The problem: of Mamba 2, gated delta rule and short convolution layers only the projections are modules; what lies
+between them reads a state that no record has. The idea: a state follows from what the projections gave for all earlier
+rows of its request, which the dump has, as it has keys and values. For each class: whose outputs the recurrence reads
+(`reads`), which inputs of modules inside received its results (`made`, roles ``inside.<path>/<input>``), and a function
+from rows and a state to results and the next state (`Mixer.advance`). The state behind a call is kept for the next one.
+Noise as in recurrent.py: sampled, with every rounding that a kernel may do, the state's between two calls included
+where the cache's dtype is not known to be wider than the model's.
 Elsewhere: the recurrences (recurrent.py), the rows of earlier steps (calls/neighbours.py), states that are another
 request's (causes/state_causes.py).
 """
@@ -216,13 +216,13 @@ class OtherStates:
         self.requests = requests
         self._known: dict[tuple[str, int], State] = {}
 
-    def behind(self, mixer: Mixer, unit: float, label: str, n: int) -> State:
+    def behind(self, mixer: Mixer, label: str, n: int) -> State:
         """The exact state behind the first ``n`` rows of a request, from none."""
         if (label, n) not in self._known:
             begun = max((k for of, k in self._known if of == label and k < n), default=0)
             state, rows = self._known.get((label, begun), mixer.zero()), self.requests[label][1]
             own = {name: t[begun:n].double().unsqueeze(0) for name, t in rows.items()}
-            self._known[label, n] = mixer.advance(as_it_is, unit, own, state)[1] if n > begun else state
+            self._known[label, n] = mixer.advance(as_it_is, 0.0, own, state)[1] if n > begun else state
         return self._known[label, n]
 
     def length(self, label: str, step: int) -> int:
