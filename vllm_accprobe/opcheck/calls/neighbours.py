@@ -444,7 +444,8 @@ class Neighbours:
     def made_inside(self, rank: int, tap: str, cls: str, place: tuple[int, int]) -> dict[str, Record]:
         """By role: what a recurrent module's own code made, as modules inside read it."""
         made = {p: self._inner(rank, tap, p, place) for p in (KINDS[cls].made if cls in KINDS else ())}
-        return {f"{INSIDE}{p}": r for p, r in made.items() if r is not None and r.payload is not None}
+        return {f"{INSIDE}{p}": replace(r, role=p.replace("/", "/input.")) for p, r in made.items()
+                if r is not None and r.payload is not None}  # fmt: skip
 
     def cache(
         self, past: Past, what: Call, rank: int, place: tuple[int, int], records: Mapping[str, Record]

@@ -90,7 +90,18 @@ class _Run:
         return off, state
 
 
-def _best(trial: Trial, kind: str, part: str) -> tuple[dict[int, State], dict[str, Any], float]:
+_Choice = tuple[dict[int, State], dict[str, Any], float]
+
+
+def _best(trial: Trial, kind: str, part: str) -> _Choice:
+    """`_searched`, once for each call."""
+    known = _setting(trial)[1].found
+    if (kind, part) not in known:
+        known[kind, part] = _searched(trial, kind, part)
+    return known[kind, part]
+
+
+def _searched(trial: Trial, kind: str, part: str) -> _Choice:
     """(by first row of a request's run: the state there that explains mine's output best, unless its own does; what
     the clause says of the first such request; in how many ways it could be chosen)."""
     mixer, others, roles = _setting(trial)

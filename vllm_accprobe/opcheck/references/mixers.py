@@ -14,14 +14,14 @@ request's (causes/state_causes.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
-from vllm_accprobe.opcheck.references.parts import RowResults, unit_of
+from vllm_accprobe.opcheck.references.parts import RowResults, reshaped, unit_of
 from vllm_accprobe.opcheck.references.recurrent import EPSILON, Rounds, as_it_is, by_heads, gates, rule, scan, spread_of
 
 Tensor = Any  # a torch.Tensor
@@ -181,11 +181,11 @@ def carried(call: Call) -> dict[str, Expected]:
     other = call.extra.get("start")
     for at, positions, past in cache.requests():
         first, stop = int(positions[0]), len(positions) + int(positions[0])
-        known: dict[int, tuple[State, State]] = past.get(CARRIED, {})
+        known: dict[int, tuple[State, State | None]] = past.get(CARRIED, {})
         begun = max((n for n in known if n <= first), default=0)
         decline_if((stop - begun) * size > _LONGEST, "a recurrence that is too long to be computed again here")
-        plain = known.get(begun, (mixer.zero(), None))
-        state = both(mixer, unit, held, past, (begun, first), plain)[1]
+        plain: tuple[State, State | None] = known.get(begun, (mixer.zero(), None))
+        state: tuple[State, State | None] = both(mixer, unit, held, past, (begun, first), plain)[1]
         if other is not None and (instead := other(at, positions)) is not None:
             state = (instead, None)
         results, after = both(mixer, unit, held, past, (first, stop), state)
@@ -204,16 +204,17 @@ def carried(call: Call) -> dict[str, Expected]:
         decline_if(value.numel() != out.numel(), "what its recurrence made has another shape")
         reason = cache.why or "no row of a request"
         e = Expected(value, noise, rows=rows.rows(), reason=reason, groups=mixer.groups, shared=True)
-        made[role] = replace(e.map(lambda t, out=out: t.reshape(out.shape)))
+        made[role] = reshaped(e, out.shape)
     return made
 
 
 class OtherStates:
-    """Of the requests that a tap has seen: their rows so far, for causes. requests: by label, (step, position) where
-    each run of rows begins, and all rows by name."""
+    """Of the requests that a tap has seen up to a call: their rows so far, for causes. requests: by label, (step,
+    position) where each run of rows begins, and all rows by name; found: what a cause has found of the call."""
 
     def __init__(self, requests: Mapping[str, tuple[Sequence[tuple[int, int]], Mapping[str, Tensor]]]):
         self.requests = requests
+        self.found: dict[Any, Any] = {}
         self._known: dict[tuple[str, int], State] = {}
 
     def behind(self, mixer: Mixer, label: str, n: int) -> State:
