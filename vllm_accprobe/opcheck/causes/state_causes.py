@@ -31,7 +31,7 @@ _TEXTS = {
     _LEFT: "with {part} at the first token of request {own!r} not zero but what request {donor!r} left",
     _OTHER: "with {part} of request {own!r} taken from request {donor!r} before position {at}",
     _NONE: "with {part} of request {own!r} lost before position {at} (zero)",
-    _STALE: "with {part} of request {own!r} at position {at} that of position {old} (not written since)",
+    _STALE: "with {part} of request {own!r} at position {at} as behind position {old} (not written since)",
 }
 """Kind → the clause."""
 
@@ -55,14 +55,15 @@ def _candidates(
             n = others.length(donor, begins[0][0])
             if donor != own and n:
                 yield donor, 0, n, others.behind(mixer, donor, n)
+                yield donor, 0, n, others.behind(mixer, donor, n, uncleared=True)
         return
     later = [(k, *begins[k]) for k in range(1, len(begins))][-_RUNS:]
     for k, step, pos in later:
         if kind == _NONE:
             yield own, pos, 0, mixer.zero()
         elif kind == _STALE:
-            old = begins[k - 1][1] if pos - begins[k - 1][1] == 1 else pos - 1
-            yield own, pos, old, others.behind(mixer, own, old)
+            for old in sorted({pos - 1, *(at for _, at in begins[1:k][-_RUNS:])}):
+                yield own, pos, old, others.behind(mixer, own, old)
         else:
             for donor in others.requests:
                 n = others.length(donor, step)
@@ -124,7 +125,7 @@ def _searched(trial: Trial, kind: str, part: str) -> _Choice:
                              for k, which in ((0, _WINDOW), (1, _RECURRENCE)))  # fmt: skip
             count += 1
             left, there = run.off((window, state), pos)
-            if left < least:
+            if left < least or (best is not None and left == least):  # the latest place that explains it
                 least, best = left, {"part": part, "own": own, "donor": donor, "at": pos, "old": n - 1}
                 found[int(at[0])] = there
         if best is not None:

@@ -215,16 +215,25 @@ class OtherStates:
     def __init__(self, requests: Mapping[str, tuple[Sequence[tuple[int, int]], Mapping[str, Tensor]]]):
         self.requests = requests
         self.found: dict[Any, Any] = {}
-        self._known: dict[tuple[str, int], State] = {}
+        self._known: dict[tuple[str, int, bool], State] = {}
 
-    def behind(self, mixer: Mixer, label: str, n: int) -> State:
-        """The exact state behind the first ``n`` rows of a request, from none."""
-        if (label, n) not in self._known:
-            begun = max((k for of, k in self._known if of == label and k < n), default=0)
-            state, rows = self._known.get((label, begun), mixer.zero()), self.requests[label][1]
-            own = {name: t[begun:n].double().unsqueeze(0) for name, t in rows.items()}
-            self._known[label, n] = mixer.advance(as_it_is, 0.0, own, state)[1] if n > begun else state
-        return self._known[label, n]
+    def behind(self, mixer: Mixer, label: str, n: int, uncleared: bool = False) -> State:
+        """The exact state behind the first ``n`` rows of a request, from none; uncleared: from what the request that
+        ended last before it left, and so on."""
+        if (label, n, uncleared) not in self._known:
+            begun = max((k for of, k, how in self._known if (of, how) == (label, uncleared) and k < n), default=0)
+            before = self._before(label) if uncleared and not begun else None
+            state = mixer.zero() if before is None else self.behind(mixer, before, self.length(before, 1 << 62), True)
+            state = self._known.get((label, begun, uncleared), state)
+            own = {name: t[begun:n].double().unsqueeze(0) for name, t in self.requests[label][1].items()}
+            self._known[label, n, uncleared] = mixer.advance(as_it_is, 0.0, own, state)[1] if n > begun else state
+        return self._known[label, n, uncleared]
+
+    def _before(self, label: str) -> str | None:
+        """The request that ended last before this one began; None where none did."""
+        began = self.requests[label][0][0][0]
+        ended = {other: begins[-1][0] for other, (begins, _) in self.requests.items() if begins[-1][0] < began}
+        return max(ended, key=lambda other: ended[other]) if ended else None
 
     def length(self, label: str, step: int) -> int:
         """How many rows of a request there were before this step."""
