@@ -104,7 +104,7 @@ def of_architecture(entry: Architecture, path: Path, seed: int = 0) -> Path:
         from tiny_tokenizer import write_image_processor, write_tokenizer
 
         config = getattr(transformers, entry.config)(**{"vocab_size": tiny_model.VOCAB, **entry.fields})
-        config.torch_dtype = "bfloat16"
+        config.torch_dtype = torch.bfloat16
         model = getattr(transformers, entry.model)(config)
         generator = torch.Generator().manual_seed(seed)
         corrections = [(n, b) for n, b in model.named_buffers() if n.endswith("_bias")]  # of routers' scores

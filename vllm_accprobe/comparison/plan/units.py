@@ -69,8 +69,8 @@ Place = tuple["int | None", str, str, int]
 
 
 def set_apart(golden: Any, mine: Any) -> tuple[Any, Any, Counter[str]]:
-    """The two dumps without tensors of operators and buffers that say nothing about the model, and how many of mine were
-    left out, by reason (of golden, where mine has none of them at all)."""
+    """The two dumps without tensors of operators and buffers that say nothing about the model, and how many of mine
+    were left out, by reason (of golden, where mine has none of them at all)."""
     sides = _OperatorFacts(golden), _OperatorFacts(mine)
     skipped: Counter[str] = Counter()
     if not any(side.taps or side.buffers for side in sides):

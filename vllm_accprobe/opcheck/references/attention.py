@@ -238,7 +238,7 @@ def moved_scores(p: Any, sizes: Any, out: Any, by: Any) -> Any:
 
 def scale_of(call: Call, head: int) -> float:
     for source in (call.attrs, call.parent):
-        for name in ("scale", "scaling"):
+        for name in ("scale", "scaling", "attention_multiplier"):
             if name in source:
                 return float(source[name])
     if "query_pre_attn_scalar" in call.config:
