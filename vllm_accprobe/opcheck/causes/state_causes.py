@@ -72,7 +72,7 @@ def _candidates(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StateTrial:
     """One request's rows of a call: ``rows`` by name, from its first [1, n, ...], of which those from ``first`` on are
     the call's; mine: what was made of them, by place, float64."""
 
@@ -117,7 +117,7 @@ def _searched(trial: Trial, kind: str, part: str) -> _Choice:
         if own is None or stop * size > _MOST:
             continue
         rows = {n: past[n].double().unsqueeze(0) for n in KINDS[trial.call.cls].reads}
-        run = _Run(mixer, rows, first, {r.removeprefix(INSIDE): trial.mine(r)[at].double() for r in roles})
+        run = _StateTrial(mixer, rows, first, {r.removeprefix(INSIDE): trial.mine(r)[at].double() for r in roles})
         least, best, count = run.off(others.behind(mixer, own, first), first)[0], None, 1
         for donor, pos, n, other in _candidates(kind, mixer, others, own, first):
             plain = others.behind(mixer, own, pos)
