@@ -505,7 +505,7 @@ class Neighbours:
         if what.cls in KINDS:
             inner = {child: parameters.of(rank, f"{tap}.{child}") for child in _WITH_WEIGHTS}
             extra["inner_params"] = {f"{child}.{n}": t for child, of in inner.items() for n, t in of.items()}
-            extra["wide_state"] = object_at(dump.run, "engine", "state_dtype") == "float32"
+            extra["wide_state"] = (object_at(dump.run, "engine") or {}).get("state_dtype") == "float32"
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
         extra |= self._inside(rank, tap, step)
