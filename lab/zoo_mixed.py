@@ -4,9 +4,9 @@ The problem: routers, states that are carried from step to step, vision towers a
 and the judge must be right for each. The idea: a row per family, as in zoo_models.py, with the settings on that make it
 differ: groups, correction biases, factors, shared experts, several groups of B and C, windows. Not here: what vLLM 0.32
 cannot run on a CPU: Mamba 1, FalconMamba and Jamba (their convolution's weight is packed, IndexError), DBRX (its loader
-knows no ``w13_weight``), Nemotron-H (experts without a gate), OLMo's hybrid (a Triton kernel), sigmoid routers without
-groups (``scoring_func == "softmax"`` is asserted). What it computes wrongly there is switched off, or said in a row's
-``defect``.
+knows no ``w13_weight``), Nemotron-H (experts without a gate), OLMo's hybrid (a Triton kernel), LongCat-Flash (its loader
+knows no zero experts), sigmoid routers without groups (``scoring_func == "softmax"`` is asserted). What it computes
+wrongly there is switched off, or said in a row's ``defect``.
 """
 
 from __future__ import annotations
@@ -101,29 +101,17 @@ MODELS: dict[str, Architecture] = {
                            "norm_topk_prob": True, "routed_scaling_factor": 1.0,
                            "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
              defect=_TURNED),
-    "afmoe": Architecture("AfmoeConfig", "AfmoeForCausalLM",
-              _DENSE | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
-                        "num_shared_experts": 1, "num_dense_layers": 1, "sliding_window": 64,
-                        "num_hidden_layers": 4, "mup_enabled": True, "route_scale": 1.5, "score_func": "sigmoid",
-                        "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
     "exaone-moe": Architecture("ExaoneMoeConfig", "ExaoneMoeForCausalLM",
                    _DENSE | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
                              "num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
                              "num_hidden_layers": 4, "sliding_window": 64, "sliding_window_pattern": 4,
                              "is_moe_layer": [False, True, True, True],
                              "routed_scaling_factor": 2.5, "norm_topk_prob": True}),
-    "longcat-flash": Architecture("LongcatFlashConfig", "LongcatFlashForCausalLM",
-                      {k: v for k, v in _MLA.items() if k != "num_hidden_layers"}
-                      | {"num_layers": 2, "ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "moe_topk": 4,
-                         "zero_expert_num": 4, "zero_expert_type": "identity", "head_dim": 64,
-                         "mla_scale_q_lora": True, "mla_scale_kv_lora": True}),
-    "hyv3": Architecture("HYV3Config", "HYV3ForCausalLM",
-             _DENSE | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
-                       "num_shared_experts": 1, "first_k_dense_replace": 1}),
     # recurrent states
     "zamba2": Architecture("Zamba2Config", "Zamba2ForCausalLM",
                _DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 4, "mamba_d_state": 16, "mamba_d_conv": 4,
-                         "tie_word_embeddings": True, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 32,
+                         "tie_word_embeddings": True,
+                         "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 32,
                          "chunk_size": 32, "num_mem_blocks": 2, "use_shared_attention_adapter": False,
                          "adapter_rank": 8, "use_mem_rope": True,
                          "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
@@ -157,8 +145,6 @@ MODELS: dict[str, Architecture] = {
                 _DENSE | {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
                           "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
                           "linear_conv_kernel_dim": 4, "full_attention_interval": 4}),
-    "kimi-linear": Architecture("KimiLinearConfig", "KimiLinearForCausalLM", _MLA | {
-        "num_hidden_layers": 4, "head_dim": 32}),
     "lfm2": Architecture("Lfm2Config", "Lfm2ForCausalLM",
              _DENSE | {"num_hidden_layers": 4, "tie_word_embeddings": True, "conv_L_cache": 3, "conv_dim": 128,
                        "block_dim": 128, "block_multiple_of": 32,

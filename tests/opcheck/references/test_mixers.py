@@ -217,7 +217,7 @@ def test_another_error_is_no_state() -> None:
     assert search([trial(call)], state_causes.CAUSES) is None
 
 
-@pytest.mark.parametrize("missing, why", [("ssm_state_size", "attribute ssm_state_size was not recorded"),
+@pytest.mark.parametrize(("missing", "why"), [("ssm_state_size", "attribute ssm_state_size was not recorded"),
                                           ("activation", "its activation is not known")])  # fmt: skip
 def test_what_is_not_known_has_no_reference(missing: str, why: str) -> None:
     call = Case("MambaMixer2").call(1, {})

@@ -220,6 +220,9 @@ def _against_checkpoint(
             continue
         times = state.written()
         found = _explained(checkpoint, place, p, keys, piece, due, layouts.get(place), dump)
+        if turned and place[1].endswith("qkv_proj") and found.text.endswith(HALVES):
+            right[kind] += 1
+            continue
         wrong[kind].append((place, p, found, times is not None and not times.any()))
     out.held = sum(right.values())
     for kind, some in wrong.items():
