@@ -4,8 +4,8 @@ The problem: routers, states that are carried from step to step, vision towers a
 and the judge must be right for each. The idea: a row per family, as in zoo_models.py, with the settings on that make it
 differ: groups, correction biases, factors, shared experts, several groups of B and C, windows. Not here: what vLLM 0.32
 cannot run on a CPU: Mamba 1, FalconMamba and Jamba (their convolution's weight is packed, IndexError), DBRX (its loader
-knows no ``w13_weight``), Nemotron-H (experts without a gate), OLMo's hybrid (a Triton kernel), LongCat-Flash (its loader
-knows no zero experts), sigmoid routers without groups (``scoring_func == "softmax"`` is asserted). What it computes
+knows no ``w13_weight``), Nemotron-H (experts without a gate), OLMo's hybrid (a Triton kernel), LongCat-Flash (zero
+experts in its loader), sigmoid routers without groups (``scoring_func == "softmax"`` is asserted). What it computes
 wrongly there is switched off, or said in a row's ``defect``.
 """
 
@@ -29,6 +29,7 @@ _MLA = _DENSE | {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32,
                      "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
+_UNCORRECTED = ("UnquantizedFusedMoEMethod", "the CPU's router without groups leaves out the scores' correction")
 _TURNED = ("RotaryEmbedding", "the CPU's kernel rotates tensors of three dimensions wrongly")
 _MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4,
@@ -76,13 +77,15 @@ MODELS: dict[str, Architecture] = {
     "ernie4.5-moe": Architecture("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM",
                      _DENSE | {"moe_intermediate_size": 64, "moe_num_experts": 8, "moe_k": 2,
                                "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "use_bias": False},
-                     defect=("UnquantizedFusedMoEMethod", "the CPU's router leaves out the scores' correction")),
+                     defect=_UNCORRECTED),
     "hunyuan-moe": Architecture("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM",
                     _DENSE | {"head_dim": 32, "num_experts": 8, "moe_topk": 2, "use_qk_norm": True,
                               "moe_intermediate_size": 256, "num_shared_expert": 1, "use_mixed_mlp_moe": True}),
     "minimax-m2": Architecture("MiniMaxM2Config", "MiniMaxM2ForCausalLM",
                    _ATTENTION | {"intermediate_size": 64, "head_dim": 32, "num_local_experts": 8,
-                                 "num_experts_per_tok": 2, "rotary_dim": 16}, late={"scoring_func": "softmax"}),
+                                 "num_experts_per_tok": 2, "rotary_dim": 16,
+                                 "use_routing_bias": True}, late={"scoring_func": "softmax"},
+                   defect=_UNCORRECTED),
     "gpt-oss": Architecture("GptOssConfig", "GptOssForCausalLM",
                 _ATTENTION | {"intermediate_size": 64, "head_dim": 32, "num_local_experts": 4,
                               "num_experts_per_tok": 2, "sliding_window": 24, "num_hidden_layers": 2,
@@ -164,10 +167,11 @@ MODELS: dict[str, Architecture] = {
                           "temporal_patch_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
         engine=_PICTURES, picture=True),
     # encoders
-    "roberta": Architecture("RobertaConfig", "RobertaModel", _ENCODER, engine=_POOLING),
-    "xlm-roberta": Architecture("XLMRobertaConfig", "XLMRobertaModel", _ENCODER, engine=_POOLING),
+    "roberta": Architecture("RobertaConfig", "RobertaModel", _ENCODER, engine=_POOLING,
+                            late={"position_embedding_type": "absolute"}),
+    "xlm-roberta": Architecture("XLMRobertaConfig", "XLMRobertaModel", _ENCODER, engine=_POOLING,
+                                late={"position_embedding_type": "absolute"}),
     "modernbert": Architecture("ModernBertConfig", "ModernBertModel", _ENCODER | {
         "local_attention": 32, "global_attn_every_n_layers": 3}, engine=_POOLING),
-    "nomic-bert": Architecture("NomicBertConfig", "NomicBertModel", _ENCODER, engine=_POOLING),
     "qwen3-embedding": Architecture("Qwen3Config", "Qwen3ForCausalLM", _DENSE | {"head_dim": 32}, engine=_POOLING),
 }  # fmt: skip

@@ -496,7 +496,7 @@ class Neighbours:
             gates = (f"{block}.gate", f"{block.rpartition('.')[0]}.gate")
             for gate in gates:
                 extra |= self._output("router_logits", rank, gate, step, n)
-            extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
+            extra["gate"] = {n: t for g in (*gates, block.rpartition(".")[0]) for n, t in self._bias(rank, g).items()}
             holder = self._index.modules.get(rank, {}).get(block)
             found = (holder.attrs if holder is not None else {}).items()
             extra["router"] = {k.removeprefix("router."): v for k, v in found if k.startswith("router.")}
