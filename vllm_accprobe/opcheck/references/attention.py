@@ -305,8 +305,10 @@ def paged_attention(call: Call) -> Expected:
 
     def one(at: Any, positions: Any, past: Any, eight: CacheFormat | None = eight) -> tuple[Any, ...]:
         k, v = (past[name].double().reshape(len(past[name]), kv, -1) for name in ("key", "value"))
-        seen = positions if causal else None
-        plain = attend(q[at], k, v, query_positions=seen, **settings)
+        seen, own = positions if causal else None, {}
+        if not causal and settings["window"]:  # to both sides
+            own["hidden"] = (positions[:, None] - torch.arange(len(k))).abs() >= settings["window"]
+        plain = attend(q[at], k, v, query_positions=seen, **own, **settings)
         if eight is None:
             return plain
 
