@@ -210,6 +210,19 @@ def test_a_convolution_alone_has_a_window_alone() -> None:
                                "(not written since)")  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "text"), [("dt_bias", "without the bias of its time step"),
+                                            ("D", "without D, its inputs' direct part")])  # fmt: skip
+def test_a_parameter_that_is_left_out_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, weights = Case("MambaMixer2"), WEIGHTS["MambaMixer2"]
+    right = weights[name]
+    monkeypatch.setitem(weights, name, torch.zeros_like(right))
+    call = case.call(1, {})
+    call.params[name] = right  # type: ignore[index]
+    found = search([trial(call)], state_causes.CAUSES)
+    assert found is not None
+    assert found.text == f"mine's output is what this MambaMixer2 gives {text}"
+
+
 def test_another_error_is_no_state() -> None:
     call = Case("MambaMixer2").call(3, {})
     (role, out), = call.outputs.items()

@@ -10,13 +10,13 @@ Elsewhere: states of a call (references/mixers.py), the proof (search.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, edited
+from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, CauseRow, Guess, Trial, edited
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, Mixer, OtherStates, State, as_it_is
 
@@ -148,4 +148,13 @@ def _from_states(trial: Trial, parameter: tuple[str, str, str]) -> Call:
     return edited(trial.call, extra={"start": lambda at, _: found.get(int(at[0]))})
 
 
-CAUSES = (CauseRow("another_state", ADDRESS, tuple(KINDS), "{0}", _from_states, _states, whole=True),)
+def _without(name: str) -> Callable[[Trial, Any], Call]:
+    """The call with this parameter 0."""
+    return lambda trial, _: edited(trial.call, params={name: torch.zeros_like(trial.call.stored(name))})
+
+
+CAUSES = (
+    CauseRow("another_state", ADDRESS, tuple(KINDS), "{0}", _from_states, _states, whole=True),
+    CauseRow("no_step_bias", SETTING, tuple(KINDS), "without the bias of its time step", _without("dt_bias")),
+    CauseRow("no_direct_part", SETTING, tuple(KINDS), "without D, its inputs' direct part", _without("D")),
+)
