@@ -161,3 +161,25 @@ def test_masks_shared_heads_and_overloads_of_torchs_operators() -> None:
     dropped = Call("a", "aten.scaled_dot_product_attention", args=(q, k, v, None, 0.1), outputs={"output.0": exact})
     with pytest.raises(Declined, match="random"):
         evaluated(dropped)
+
+
+@pytest.mark.parametrize("held", ["as a parameter", "by its kernel's object"])
+@pytest.mark.parametrize(("cls", "window", "keys"), [("Attention", None, (0, 9)), ("Attention", 3, (4, 7)),
+                                                     ("EncoderOnlyAttention", 3, (4, 9))])  # fmt: skip
+def test_which_keys_a_row_sees_and_its_sinks(cls: str, window: int | None, keys: tuple[int, int], held: str) -> None:
+    """The row at position 6 of 9; a window of an encoder reaches to both sides."""
+    q, k, v = (torch.randn(9, 4, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    first, stop = keys if cls != "Attention" else (keys[0], 7)
+    scores = torch.cat((k[first:stop].double() @ q[6].double(), torch.tensor([0.5]).double()))
+    right = scores.softmax(0)[:-1] @ v[first:stop].double()
+    past = Past(("key", "value"))
+    here = space((0, 0, 9))
+    past.write(here, {"key": k, "value": v})
+    sinks: dict[str, Any] = {"params": {"sinks": torch.tensor([0.5])}}
+    attrs = {"num_heads": 1, "num_kv_heads": 1, "head_size": 4, "sliding_window": window, "scale": 1.0}
+    if held != "as a parameter":
+        sinks, attrs = {}, attrs | {"impl.sinks": [0.5]}
+    call = Call("a", cls, {"query": q, "key": k, "value": v}, attrs=attrs, outputs={"output.0": torch.zeros_like(q)},
+                extra={"cache": past.view(here)}, **sinks)  # fmt: skip
+    found = attention.paged_attention(call)
+    assert torch.allclose(found.value[6], right)

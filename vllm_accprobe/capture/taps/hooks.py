@@ -80,6 +80,8 @@ _ATTRIBUTES = [
     # factors of a block's own code (Granite, MiniCPM, Falcon-H1, Cohere)
     "residual_multiplier", "embedding_multiplier", "attention_multiplier", "gate_multiplier", "down_multiplier",
     "key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier", "attention_in_multiplier", "attn_out_multiplier",
+    # recurrences
+    "ssm_state_size", "head_k_dim", "head_v_dim", "gqa_interleaved_layout",
     # convolutions
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
     "enable_linear", "tp_world",

@@ -161,6 +161,7 @@ SchedulerConfig @ vllm.config.scheduler:SchedulerConfig
     max_num_batched_tokens async_scheduling | FACT
 CacheConfig @ vllm.config.cache:CacheConfig
     block_size enable_prefix_caching | FACT
+    mamba_ssm_cache_dtype [since 0.11] | FACT
     cpu_offload_gb [until 0.18] | OFFLOADED
 OffloadConfig @ vllm.config.offload:OffloadConfig [since 0.18]
     uva prefetch | OFFLOADED

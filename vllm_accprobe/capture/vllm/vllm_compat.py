@@ -533,6 +533,7 @@ def run_info(
             "async_scheduling": getattr(config.scheduler_config, "async_scheduling", None),
             "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
             "speculative": getattr(getattr(config, "speculative_config", None), "method", None),
+            "state_dtype": getattr(config.cache_config, "mamba_ssm_cache_dtype", None),
         },
         seed=getattr(model_config, "seed", None),
     )

@@ -57,6 +57,8 @@ ONE_SIDE = "operator calls are in one of the dumps only"
 ENGINES = "an operator outside any module (the engine's own bookkeeping)"
 RANKS = "operators of several ranks"
 FRESH = "memory that nobody had written to when the operator was called"
+_BUFFERS = ("output", "out")
+"""Arguments of vLLM's layers that these write their result into and do not read."""
 INTEGERS = "integers of a library's operator (handles, schedules)"
 BLOCKS = "blocks of a cache, whose numbers and other contents differ from run to run"
 SHAPES = "an operator's tensor of another shape"
@@ -67,17 +69,17 @@ Place = tuple["int | None", str, str, int]
 
 
 def set_apart(golden: Any, mine: Any) -> tuple[Any, Any, Counter[str]]:
-    """The two dumps without operators' tensors that say nothing about the model, and how many of mine were left out,
-    by reason (of golden, where mine has no operators at all)."""
+    """The two dumps without tensors of operators and buffers that say nothing about the model, and how many of mine
+    were left out, by reason (of golden, where mine has none of them at all)."""
     sides = _OperatorFacts(golden), _OperatorFacts(mine)
     skipped: Counter[str] = Counter()
-    if not sides[0].taps and not sides[1].taps:
+    if not any(side.taps or side.buffers for side in sides):
         return golden, mine, skipped
     views = []
     for dump, side, other in ((golden, sides[0], sides[1]), (mine, sides[1], sides[0])):
         reason_of = _reasons(side, other)
         kept: list[Record] = []
-        counts = skipped if dump is mine or not sides[1].taps else Counter()
+        counts = skipped if dump is mine or not (sides[1].taps or sides[1].buffers) else Counter()
         for r in dump.records:
             reason = reason_of(r)
             if reason is None:
@@ -98,6 +100,8 @@ class _OperatorFacts:
         self.shapes: dict[Place, tuple[int, ...]] = {}
         self.modules = False
         self.ranks = len(dump.ranks)
+        written = {(r.tap, r.role) for r in dump.records if r.role.removeprefix("inplace.") in _BUFFERS}
+        self.buffers = {(tap, role.replace("inplace.", "input.")) for tap, role in written}
         if not ops:
             return
         for call in ops:
@@ -115,9 +119,11 @@ class _OperatorFacts:
 
 
 def _reasons(side: _OperatorFacts, other: _OperatorFacts) -> Callable[[Record], str | None]:
+    buffers = side.buffers | other.buffers
+
     def reason(r: Record) -> str | None:
         if r.tap not in side.taps:
-            return None
+            return FRESH if (r.tap, r.role) in buffers else None
         if not other.taps:
             return ONE_SIDE
         if side.modules and r.tap.startswith(SEPARATOR):

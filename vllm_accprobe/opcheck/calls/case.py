@@ -61,7 +61,8 @@ def closed(call: Call, references: References) -> Call:
     extra = dict(call.extra)
     if "cache" in extra and not isinstance(extra["cache"], StoredCache):
         cache = extra["cache"]
-        runs = [CachedRun(*run) for run in cache.requests(call.cls != "EncoderOnlyAttention")]
+        runs = [CachedRun(at, positions, {n: t for n, t in past.items() if isinstance(t, torch.Tensor)})
+                for at, positions, past in cache.requests(call.cls != "EncoderOnlyAttention")]
         extra["cache"] = StoredCache(runs, cache.why)
     if "children" in extra and "read" in extra:
         read, used = extra["read"], set()

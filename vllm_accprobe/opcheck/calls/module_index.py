@@ -102,7 +102,10 @@ class ModuleIndex:
         """A module's call from its records. read: gives a record's tensor, if not `read` does."""
         read = read or self.read
         module = self.modules.get(rank, {}).get(tap)
-        parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
+        above, _, last = tap.rpartition(".")
+        parent = self.modules.get(rank, {}).get(above)
+        if last.isdigit() and (parent is None or not parent.attrs):  # a list of modules, which says nothing
+            parent = self.modules.get(rank, {}).get(above.rpartition(".")[0])
         entered = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
         attrs, of_atb = dict(module.attrs) if module else {}, isinstance(self.dump, AtbDump)
         if isinstance(self.dump, AtbDump) and (step := next((r.step for r in records.values()), None)) is not None:

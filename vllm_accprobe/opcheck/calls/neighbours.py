@@ -32,7 +32,10 @@ from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
+from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS, OtherStates
 
+_LEFT = 8
+"""Chosen: finished requests of which the rows are kept: a slot of states is given to another soon."""
 _TRIES = 64
 """Different beginnings that are tried for one request."""
 _MOST = 1 << 22
@@ -184,13 +187,17 @@ INCOMPLETE = "its request's earlier rows are not in the dump (prefix hit, or cap
 class Past:
     """What one tap of one rank has written so far: per request, tensors [positions, ...] by name, and which are
     real. shared: by request, the beginning that another one computed; only: the requests that are written, None for
-    all."""
+    all; carried: by request, states behind so many rows, None where there are none; begins: by request, where its runs
+    of rows begin, with the step."""
 
     names: tuple[str, ...]
     shared: Mapping[int, Prefix] = field(default_factory=dict)
     written: dict[int, dict[str, Any]] = field(default_factory=dict)
     known: dict[int, Any] = field(default_factory=dict)
     only: frozenset[int] | None = None
+    carried: dict[int, dict[int, Any]] | None = None
+    begins: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _done: list[int] = field(default_factory=list)
 
     def wants(self, space: RowSpace) -> bool:
         """Whether any row of a step is written."""
@@ -199,6 +206,8 @@ class Past:
     def look_at(self, requests: Iterable[int]) -> None:
         """From now on only these are written, and those whose beginning they have."""
         wanted, new = set(), set(requests)
+        if self.carried is not None:  # a state may be any other request's
+            return
         while new:
             wanted |= new
             new = {d for r in new if r in self.shared for d in self.shared[r].donors} - wanted
@@ -226,13 +235,18 @@ class Past:
                 old[s.pos : stop] = rows
             known[s.pos : stop] = True
             self.known[s.req] = known
+            self.begins.setdefault(s.req, []).append((space.step, s.pos))
 
     def forget(self, requests: Iterable[int]) -> None:
         """Lets go of requests that have no further rows, unless another one has their beginning."""
         donors = {d for prefix in self.shared.values() for d in prefix.donors}
+        if self.carried is not None:  # what they left may be read by a later one
+            done, self._done = [*self._done, *requests][:-_LEFT], [*self._done, *requests][-_LEFT:]
+            requests = done
         for req in set(requests) - donors:
             self.written.pop(req, None)
             self.known.pop(req, None)
+            (self.carried or {}).pop(req, None)
 
     def inherit(self, req: int) -> None:
         """Gives ``req`` the beginning that others computed. Where several computed the same part and their values
@@ -258,6 +272,12 @@ class Past:
         for name in self.names if kept else ():
             self.written[req][name][low:high] = kept[0][name][low:high]
             self.known[req][low:high] = True
+
+    def so_far(self, req: int) -> dict[str, Any]:
+        """The rows of a request up to the first that is missing."""
+        known = self.known[req]
+        n = len(known) if bool(known.all()) else int((~known).nonzero()[0])
+        return {name: rows[:n] for name, rows in self.written[req].items()}
 
     def foreign(self, req: int, step: int) -> str:
         """Why the history of ``req`` is not what its rows of ``step`` demand, or not known to be; "" where it is."""
@@ -300,7 +320,10 @@ class Cache:
                 self.why = INCOMPLETE
                 continue
             positions = torch.arange(pos, pos + last - first)
-            yield at, positions, {name: rows[:stop] for name, rows in self._past.written[s.req].items()}
+            past = {name: rows[:stop] for name, rows in self._past.written[s.req].items()}
+            if self._past.carried is not None:
+                past[CARRIED] = self._past.carried.setdefault(s.req, {})
+            yield at, positions, past
 
 
 _FROM_MEMORY = re.compile(r"Linear|Embedding|Attention|Experts|MoE|LogitsProcessor|LMHead")
@@ -363,6 +386,8 @@ _PAST = {
     "EncoderOnlyAttention": ("key", "value"),
     "MLAAttention": ("kv_c_normed", "k_pe"),
 }
+_WITH_WEIGHTS = ("conv1d", "conv")
+"""Modules inside recurrent ones whose weights the recurrence reads itself."""
 SAMPLER = "sampler"
 """The tap of every engine's sampler, whatever its class."""
 _QUIET = (
@@ -395,22 +420,52 @@ class Neighbours:
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
-        if cls not in _PAST:
+        if cls not in _PAST and cls not in KINDS:
             return None
         if rank not in self._shared:
             self._shared[rank] = prefixes(self._index.dump, rank)
+        if cls in KINDS:
+            return Past(KINDS[cls].reads, self._shared[rank], carried={})
         return Past(_PAST[cls], self._shared[rank])
 
-    def cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
-        """``cache``, what this call reads, itself included."""
-        record = next((r for role, r in records.items() if role == f"input.{past.names[0]}"), None)
-        space = self._index.dump.rows.get((rank, step, record.rows)) if record is not None and record.rows else None
-        if space is None or any(n not in what.inputs for n in past.names):
+    def held(
+        self, past: Past, rank: int, tap: str, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> dict[str, Record]:  # fmt: skip
+        """By name of ``past``: the records of what a call writes into it."""
+        own = past.carried is None
+        found = {n: records.get(f"input.{n}") if own else self._inner(rank, tap, n, place) for n in past.names}
+        return {n: r for n, r in found.items() if r is not None and r.payload is not None}
+
+    def _inner(self, rank: int, tap: str, path: str, place: tuple[int, int]) -> Record | None:
+        """The output of a module inside, or, of ``path/input``, this input of it."""
+        child, _, name = path.partition("/")
+        return self._index.records_of(rank, f"{tap}.{child}", *place).get(f"input.{name}" if name else "output.0")
+
+    def made_inside(self, rank: int, tap: str, cls: str, place: tuple[int, int]) -> dict[str, Record]:
+        """By role: what a recurrent module's own code made, as modules inside read it."""
+        made = {p: self._inner(rank, tap, p, place) for p in (KINDS[cls].made if cls in KINDS else ())}
+        return {f"{INSIDE}{p}": replace(r, role=p.replace("/", "/input.")) for p, r in made.items()
+                if r is not None and r.payload is not None}  # fmt: skip
+
+    def cache(
+        self, past: Past, what: Call, rank: int, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> dict[str, Any]:  # fmt: skip
+        """``cache``, what this call reads, itself included. Raises DumpError."""
+        held = self.held(past, rank, what.name, place, records)
+        record = held.get(past.names[0])
+        space = self._index.dump.rows.get((rank, place[0], record.rows)) if record is not None and record.rows else None
+        if space is None or len(held) < len(past.names):
             return {}
-        if any(len(what.inputs[n]) != space.n for n in past.names):
+        own = past.carried is None
+        tensors = {n: what.inputs[n] if own and n in what.inputs else self._index.read(r) for n, r in held.items()}
+        if any(len(t) != space.n for t in tensors.values()):
             return {}
-        past.write(space, what.inputs)
-        return {"cache": past.view(space)}
+        past.write(space, tensors)
+        if own:
+            return {"cache": past.view(space)}
+        labels = {req: found.id for req in past.written if (found := self._index.dump.requests.get((rank, req)))}
+        others = {label: (tuple(past.begins[req]), past.so_far(req)) for req, label in labels.items()}
+        return {"cache": past.view(space), "states": OtherStates(others)}
 
     def extra(self, what: Call, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
         """All but the cache. Raises DumpError."""
@@ -441,12 +496,16 @@ class Neighbours:
             gates = (f"{block}.gate", f"{block.rpartition('.')[0]}.gate")
             for gate in gates:
                 extra |= self._output("router_logits", rank, gate, step, n)
-            extra["gate"] = {n: t for g in gates for n, t in self._bias(rank, g).items()}
+            extra["gate"] = {n: t for g in (*gates, block.rpartition(".")[0]) for n, t in self._bias(rank, g).items()}
             holder = self._index.modules.get(rank, {}).get(block)
             found = (holder.attrs if holder is not None else {}).items()
             extra["router"] = {k.removeprefix("router."): v for k, v in found if k.startswith("router.")}
         if (what.config or {}).get("routed_scaling_factor") or "routed_scaling_factor" in what.attrs:
             extra["factors"] = self._factors(rank, tap)
+        if what.cls in KINDS:
+            inner = {child: parameters.of(rank, f"{tap}.{child}") for child in _WITH_WEIGHTS}
+            extra["inner_params"] = {f"{child}.{n}": t for child, of in inner.items() for n, t in of.items()}
+            extra["wide_state"] = (object_at(dump.run, "engine") or {}).get("state_dtype") == "float32"
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
         extra |= self._inside(rank, tap, step)

@@ -371,7 +371,7 @@ class Calls(ModuleIndex):
                 past.forget(before)
             before = done.get((step, n), ())
             if chosen is not None and (step, n) not in chosen.places:
-                self._remembered(past, rank, step, records)
+                self._remembered(past, rank, tap, (step, n), records)
                 continue
             begins(step, n)
             if (step, n) in crashed:
@@ -399,10 +399,16 @@ class Calls(ModuleIndex):
             except DumpError as why:  # one payload of it, or of what it needs, cannot be read
                 yield without(f"{UNREAD} ({why})")
                 continue
-            if past is not None:
-                extra |= self._neighbours.cache(past, what, rank, step, records)
-            what = grid.settled(replace(what, extra=extra), self.keeps)
-            yield Captured(tap, rank, step, n, what, records)
+            made = self._neighbours.made_inside(rank, tap, cls, (step, n))
+            try:
+                if past is not None:
+                    extra |= self._neighbours.cache(past, what, rank, (step, n), records)
+                outputs = {**what.outputs, **{role: self.read(r) for role, r in made.items()}}
+            except DumpError as why:
+                yield without(f"{UNREAD} ({why})")
+                continue
+            what = grid.settled(replace(what, extra=extra, outputs=outputs), self.keeps)
+            yield Captured(tap, rank, step, n, what, {**records, **made})
 
     def _with_extra(
         self, rank: int, tap: str, cls: str, step: int, n: int, records: Mapping[str, Record], read: Any = None
@@ -439,15 +445,17 @@ class Calls(ModuleIndex):
         name = next((r.rows for r in records.values() if r.rows), None)
         return self.dump.rows.get((rank, step, name)) if name else None
 
-    def _remembered(self, past: Past | None, rank: int, step: int, records: Mapping[str, Record]) -> None:
+    def _remembered(
+        self, past: Past | None, rank: int, tap: str, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> None:  # fmt: skip
         """Of a call that is not taken, what later ones look back at."""
-        held = {} if past is None else {n: records.get(f"input.{n}") for n in past.names}
-        space = self._space(rank, step, records)
+        space = self._space(rank, place[0], records)
         if past is None or space is None or not past.wants(space):
             return
-        if all(r is not None and r.payload is not None and r.shape[:1] == (space.n,) for r in held.values()):
+        held = self._neighbours.held(past, rank, tap, place, records)
+        if len(held) == len(past.names) and all(r.shape[:1] == (space.n,) for r in held.values()):
             with contextlib.suppress(DumpError):  # then later rows have no history, and say so
-                past.write(space, {n: self.read(r) for n, r in held.items() if r is not None})
+                past.write(space, {n: self.read(r) for n, r in held.items()})
 
     def _parts(
         self, rank: int, cls: str, step: int, records: Mapping[str, Record], chosen: Chosen, runs: Runs
@@ -478,7 +486,7 @@ class Calls(ModuleIndex):
     ) -> Iterator[Captured]:  # fmt: skip
         space = self._space(rank, step, records)
         assert space is not None
-        self._remembered(past, rank, step, records)
+        self._remembered(past, rank, tap, (step, n), records)
         for a, b in parts:
             part = {role: replace(r, shape=(b - a, *r.shape[1:])) for role, r in records.items()}
 

@@ -39,6 +39,7 @@ from vllm_accprobe.opcheck.references.attention import attend, attention_setting
 from vllm_accprobe.opcheck.references.caches import cache_format
 
 PAGED, CACHED = ("Attention", "EncoderOnlyAttention"), ("Attention",)
+_SINKS = ("sinks", "impl.sinks")
 LATENT = "MLAAttention"
 ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention", LATENT)
 _ROWS, _NUMBERS = 48, 1 << 23
@@ -506,7 +507,8 @@ CAUSES = (
              _had_window),
     CauseRow("other_window", SETTING, CACHED, "with a sliding window of {0}", _windowed, _windows),
     CauseRow("no_sinks", SETTING, PAGED, "without its attention sinks",
-             lambda t, _: edited(t.call, without=("sinks",)) if "sinks" in t.call.params else decline("no sinks")),
+             lambda t, _: edited(t.call, without=_SINKS) if any(n in t.call.params or n in t.call.attrs for n in _SINKS)
+             else decline("no sinks")),
     CauseRow("no_slopes", SETTING, PAGED, "without its ALiBi slopes",
              lambda t, _: decline("it has no slopes") if _settings(t.call)["slopes"] is None
              else edited(t.call, without=("impl.alibi_slopes",), config={"model_type": "", "alibi": False})),

@@ -238,7 +238,7 @@ def moved_scores(p: Any, sizes: Any, out: Any, by: Any) -> Any:
 
 def scale_of(call: Call, head: int) -> float:
     for source in (call.attrs, call.parent):
-        for name in ("scale", "scaling"):
+        for name in ("scale", "scaling", "attention_multiplier"):
             if name in source:
                 return float(source[name])
     if "impl.scale" in call.attrs:  # Gemma 3n and 4 scale nothing
@@ -263,7 +263,9 @@ def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
         slopes = slopes * scale_of(call, head) if call.config.get("alibi") else slopes  # Falcon adds, then scales
     elif own := call.attrs.get("impl.alibi_slopes"):
         slopes = torch.tensor(own, dtype=torch.float64)
-    sinks = call.param("sinks") if "sinks" in call.params else None
+    sinks = call.param("sinks") if "sinks" in call.params else call.attrs.get("impl.sinks")
+    if isinstance(sinks, list):  # a parameter of the module around it, which its kernel's object holds
+        sinks = torch.tensor(sinks, dtype=torch.float64)
     return {"scale": scale_of(call, head), "window": int(window) if window else None, "cap": _cap(call),
             "slopes": slopes, "sinks": sinks, "step": call.unit}  # fmt: skip
 
@@ -308,8 +310,10 @@ def paged_attention(call: Call) -> Expected:
 
     def one(at: Any, positions: Any, past: Any, eight: CacheFormat | None = eight) -> tuple[Any, ...]:
         k, v = (past[name].double().reshape(len(past[name]), kv, -1) for name in ("key", "value"))
-        seen = positions if causal else None
-        plain = attend(q[at], k, v, query_positions=seen, **settings)
+        seen, own = positions if causal else None, {}
+        if not causal and settings["window"]:  # to both sides
+            own["hidden"] = (positions[:, None] - torch.arange(len(k))).abs() >= settings["window"]
+        plain = attend(q[at], k, v, query_positions=seen, **own, **settings)
         if eight is None:
             return plain
 

@@ -37,6 +37,7 @@ from vllm_accprobe.opcheck.reference import (
     required,
 )
 from vllm_accprobe.opcheck.references.linear import biased, product
+from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, carried
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, rounded, sum_of_two
 from vllm_accprobe.opcheck.run.result_row import BY_NAME
@@ -360,9 +361,20 @@ def attention_block(call: Call) -> dict[str, Expected]:
 
 @reference("*LinearAttention", "*DeltaAttention", "*DeltaNet", "*DeltaNetAttention")
 def recurrent_block(call: Call) -> dict[str, Expected]:
-    """Attention whose recurrence is no module: it hands on what its projection gave, and is never right by that."""
-    found = _last(call, "o_proj", "out_proj", "dense")
-    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
+    """Attention whose recurrence is no module: it hands on what its projection gave."""
+    return _with_recurrence(call, _last(call, "o_proj", "out_proj", "dense"))
+
+
+def _with_recurrence(call: Call, found: dict[str, Expected]) -> dict[str, Expected]:
+    """``found`` of a block with what its recurrence made; without a reference of that, no output is right by what the
+    last part gave."""
+    try:
+        made = carried(call) if call.cls in KINDS else {}
+    except Declined as why:
+        made, unseen = {}, f"{UNSEEN}: {why.reason}"
+    else:
+        unseen = "" if made and all(e.rows is None for e in made.values()) else UNSEEN
+    return {role: replace(expected, unseen=unseen) for role, expected in found.items()} | made
 
 
 @reference("*MLP")
@@ -550,12 +562,14 @@ def mixer(call: Call) -> dict[str, Expected]:
     records = [record for path, role, record in inside(call) if (path, role) == ("out_proj", "output.0")]
     for role, out in call.outputs.items() if inside(call)[-1][0] == "out_proj" and records else ():
         kept = records[-1]
+        if role.startswith(INSIDE):
+            continue
         if (value := _given(call, kept, role)) is not None:
-            found[role] = replace(value, unseen=UNSEEN)
+            found[role] = value
         elif role == "inplace.output" and read is not None and kept.shape[1:] == out.shape[1:]:
-            found[role] = replace(_padded(out, read(kept).double()), unseen=UNSEEN)
+            found[role] = _padded(out, read(kept).double())
     decline_if(not found, NOT_HANDED_ON)
-    return found
+    return _with_recurrence(call, found)
 
 
 def _padded(out: Any, value: Any) -> Expected:

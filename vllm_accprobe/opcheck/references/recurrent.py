@@ -35,7 +35,7 @@ Rounds = Callable[[Any, float], Any]
 Tensor = Any  # a torch.Tensor
 
 
-def _as_it_is(x: Tensor, unit: float) -> Tensor:
+def as_it_is(x: Tensor, unit: float) -> Tensor:
     return x
 
 
@@ -47,7 +47,7 @@ def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | N
     The recurrence is computed SAMPLES times more, in float32, with each quantity that a kernel may round,
     ``rounds(x, unit)``, multiplied by 1 + u r, r uniform in [-1, 1], which has the variance of a rounding to nearest at
     most; the spread of the results is the noise [Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997]."""
-    exact = evaluate(_as_it_is, *(None if x is None else x.unsqueeze(0) for x in operands))
+    exact = evaluate(as_it_is, *(None if x is None else x.unsqueeze(0) for x in operands))
     generator = torch.Generator().manual_seed(0)
 
     def rounds(x: Tensor, unit: float) -> Tensor:
@@ -56,18 +56,22 @@ def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | N
     narrow = (None if x is None else x.float().expand(SAMPLES, *x.shape) for x in operands)
     with torch.no_grad():
         samples = evaluate(rounds, *narrow)
-    found = []
-    for value, sample in zip(exact, samples, strict=True):
-        spread = (sample.double() - value).square().mean(0)
-        head = spread.mean(-1, keepdim=True)
-        found.append((value[0], torch.maximum(spread, head).sqrt() + SUM * value[0].abs()))
-    return tuple(found)
+    return tuple(spread_of(value, sample) for value, sample in zip(exact, samples, strict=True))
+
+
+def spread_of(value: Tensor, samples: Tensor, heads: int | None = None) -> tuple[Tensor, Tensor]:
+    """(value, noise) from a value [1, ...] and samples of it. heads: into which its last dimension falls apart, None
+    where that is one head's."""
+    spread = (samples.double() - value).square().mean(0)
+    by_head = spread if heads is None else spread.unflatten(-1, (heads, -1))
+    head = by_head.mean(-1, keepdim=True).expand(by_head.shape).reshape(spread.shape)
+    return value[0], torch.maximum(spread, head).sqrt() + SUM * value[0].abs()
 
 
 def read_noise(state: Tensor, weights: Tensor, unit: float, rounds: Rounds) -> Tensor | float:
     """What rounding ``state`` [..., k, v] for a product with ``weights`` [..., k] adds, [..., v]; 0 for the exact
     one."""
-    if rounds is _as_it_is:
+    if rounds is as_it_is:
         return 0.0
     size = torch.einsum("...k,...kv->...v", weights * weights, state * state).sqrt()
     return rounds(torch.ones_like(size), unit) * size - size
@@ -254,9 +258,9 @@ def steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def by_heads(x: Tensor, heads: int) -> Tensor:
-    """B or C [tokens, groups, n] for each head."""
-    decline_if(heads % x.shape[1], "its heads are no multiple of its groups")
-    return x.repeat_interleave(heads // x.shape[1], 1)
+    """B or C [..., groups, n] for each head."""
+    decline_if(heads % x.shape[-2], "its heads are no multiple of its groups")
+    return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
 def scanned(

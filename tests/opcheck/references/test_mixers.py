@@ -1,0 +1,244 @@
+"""Recurrent modules computed from the beginning of each request, against loops over tokens; states that are others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_accprobe.dump.schema import Layout, Record
+from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.causes import state_causes
+from vllm_accprobe.opcheck.causes.api import Outputs, Trial
+from vllm_accprobe.opcheck.causes.search import Examined, search
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.mixers import INSIDE, OtherStates, carried
+from vllm_accprobe.opcheck.references.recurrent import EPSILON
+from vllm_accprobe.opcheck.registry import default_references
+
+State = tuple[list[Any], Any]
+"""Inputs of the convolution that came before, and the recurrence's state."""
+HEADS, SIZE, N, WIDTH = 2, 4, 3, 4
+DRAWN = torch.Generator().manual_seed(7)
+
+
+def draw(*shape: int) -> Any:
+    return torch.randn(shape, generator=DRAWN, dtype=torch.float64).bfloat16()
+
+
+def silu(x: Any) -> Any:
+    return x / (1.0 + torch.exp(-x))
+
+
+def conv(window: list[Any], weight: Any, bias: Any | None = None) -> Any:
+    """Of the last inputs, the newest behind; those before the first are 0."""
+    width = weight.shape[1]
+    kept = [None] * (width - len(window)) + window[-width:]
+    total = sum(w * x for w, x in zip(weight.T, kept, strict=True) if x is not None)
+    return total if bias is None else total + bias
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "MambaMixer2": {"conv1d.weight": draw(HEADS * SIZE + 2 * N, 1, WIDTH), "conv1d.bias": draw(HEADS * SIZE + 2 * N),
+                    "A": -draw(HEADS).abs() - 0.1, "D": draw(HEADS), "dt_bias": draw(HEADS)},
+    "ShortConv": {"conv.weight": draw(6, 1, 3)},
+    "QwenGatedDeltaNetAttention": {"conv1d.weight": draw(2 * SIZE + HEADS * SIZE, 1, WIDTH),
+                                   "A_log": draw(HEADS), "dt_bias": draw(HEADS)},
+}  # fmt: skip
+
+
+def mamba2(row: Mapping[str, Any], w: Mapping[str, Any], state: State) -> tuple[Any, State]:
+    inner, x = HEADS * SIZE, row["in_proj"].double()
+    window = [*state[0], x[inner:-HEADS]]
+    mixed = silu(conv(window, w["conv1d.weight"].double()[:, 0], w["conv1d.bias"].double()))
+    b, c = mixed[inner : inner + N], mixed[inner + N :]
+    y, s = torch.zeros(inner, dtype=torch.float64), state[1].clone() if len(state[0]) or state[1] is not None else None
+    for h in range(HEADS):
+        dt = torch.log1p(torch.exp(x[inner + len(mixed) + h] + w["dt_bias"].double()[h]))
+        own = mixed[h * SIZE : (h + 1) * SIZE]
+        s[h] = s[h] * torch.exp(dt * w["A"].double()[h]) + dt * torch.outer(own, b)
+        y[h * SIZE : (h + 1) * SIZE] = s[h] @ c + w["D"].double()[h] * own
+    return y, (window, s)
+
+
+def short_conv(row: Mapping[str, Any], w: Mapping[str, Any], state: State) -> tuple[Any, State]:
+    b, c, x = row["in_proj"].double().chunk(3)
+    window = [*state[0], b * x]
+    return c * conv(window, w["conv.weight"].double()[:, 0]), (window, state[1])
+
+
+def delta_net(row: Mapping[str, Any], w: Mapping[str, Any], state: State) -> tuple[Any, State]:
+    """One head of queries and keys, whose values' heads share it; columns one after the other."""
+    x, (b, a) = row["in_proj_qkvz"].double(), row["in_proj_ba"].double().chunk(2)
+    window = [*state[0], x[: 2 * SIZE + HEADS * SIZE]]
+    mixed = silu(conv(window, w["conv1d.weight"].double()[:, 0]))
+    q, k = (t / (t @ t + EPSILON) ** 0.5 for t in (mixed[:SIZE], mixed[SIZE : 2 * SIZE]))
+    y, s = torch.zeros(HEADS * SIZE, dtype=torch.float64), state[1].clone()
+    for h in range(HEADS):
+        v = mixed[(2 + h) * SIZE : (3 + h) * SIZE]
+        decay = -torch.exp(w["A_log"].double()[h]) * torch.log1p(torch.exp(a[h] + w["dt_bias"].double()[h]))
+        s[h] = s[h] * torch.exp(decay)
+        s[h] = s[h] + torch.outer(k, (v - s[h].T @ k) / (1.0 + torch.exp(-b[h])))
+        y[h * SIZE : (h + 1) * SIZE] = s[h].T @ q / SIZE**0.5
+    return y, (window, s)
+
+
+STEP: dict[str, Callable[..., tuple[Any, State]]] = {
+    "MambaMixer2": mamba2, "ShortConv": short_conv, "QwenGatedDeltaNetAttention": delta_net,
+}  # fmt: skip
+SHAPES = {"MambaMixer2": {"in_proj": 2 * HEADS * SIZE + 2 * N + HEADS}, "ShortConv": {"in_proj": 18},
+          "QwenGatedDeltaNetAttention": {"in_proj_qkvz": 4 * SIZE + 2 * HEADS * SIZE - 2 * SIZE,
+                                         "in_proj_ba": 2 * HEADS}}  # fmt: skip
+STATE = {"MambaMixer2": (HEADS, SIZE, N), "ShortConv": (), "QwenGatedDeltaNetAttention": (HEADS, SIZE, SIZE)}
+MADE = {"MambaMixer2": "norm/x", "ShortConv": "out_proj/input_", "QwenGatedDeltaNetAttention": "norm/x"}
+BEGINS = {"old": ((0, 0),), "a": ((1, 0), (2, 8), (3, 9)), "b": ((1, 0), (2, 6), (3, 7))}
+"""The runs of rows of three requests; the call is that of step 3, or of step 1."""
+LENGTH = {"old": 9, "a": 10, "b": 8}
+
+
+def none(cls: str) -> State:
+    return [], torch.zeros(STATE[cls], dtype=torch.float64)
+
+
+class Case:
+    """Rows of three requests of a class, and what a loop over tokens makes of them."""
+
+    def __init__(self, cls: str):
+        self.cls = cls
+        self.rows = {r: {n: draw(LENGTH[r], width) for n, width in SHAPES[cls].items()} for r in LENGTH}
+
+    def run(self, of: str, first: int, stop: int, state: State) -> tuple[list[Any], State]:
+        out = []
+        for t in range(first, stop):
+            y, state = STEP[self.cls]({n: x[t] for n, x in self.rows[of].items()}, WEIGHTS[self.cls], state)
+            out.append(y)
+        return out, state
+
+    def behind(self, of: str, n: int) -> State:
+        return self.run(of, 0, n, none(self.cls))[1]
+
+    def call(self, step: int, mine: Mapping[str, State]) -> Call:
+        """The call of a step, whose requests begin with the states ``mine``, or their own."""
+        runs, made, at = [], [], 0
+        for of in ("a", "b"):
+            begins = dict(BEGINS[of])
+            first, stop = begins[step], begins.get(step + 1, LENGTH[of])
+            own = self.behind(of, first)
+            made += self.run(of, first, stop, mine.get(of, own))[0]
+            past = {n: x[:stop] for n, x in self.rows[of].items()}
+            runs.append(CachedRun(torch.arange(at, at + stop - first), torch.arange(first, stop), past))
+            at += stop - first
+        others = {r: (tuple(x for x in BEGINS[r] if x[0] <= step), self.rows[r]) for r in LENGTH}
+        attrs = {"head_dim": SIZE, "ssm_state_size": N, "activation": "silu", "head_k_dim": SIZE, "head_v_dim": SIZE,
+                 "gqa_interleaved_layout": False}  # fmt: skip
+        inner = {n: w for n, w in WEIGHTS[self.cls].items() if "." in n}
+        extra = {"cache": StoredCache(runs, ""), "states": OtherStates(others), "inner_params": inner,
+                 "wide_state": True}  # fmt: skip
+        return Call("l.mixer", self.cls, params={n: w for n, w in WEIGHTS[self.cls].items() if "." not in n},
+                    attrs=attrs, outputs={f"{INSIDE}{MADE[self.cls]}": torch.stack(made).bfloat16()},
+                    extra=extra)  # fmt: skip
+
+
+class Table:
+    """A table of references of which this is the only one."""
+
+    @staticmethod
+    def evaluate(call: Call) -> Any:
+        return carried(call)
+
+    @staticmethod
+    def by_rows(cls: str) -> bool:
+        return False
+
+
+def trial(call: Call) -> Trial:
+    (role, out), = call.outputs.items()
+    record = Record(0, 1, "l.mixer.norm", "X", "input.x", 0, 0, "bfloat16", tuple(out.shape), "tokens", 0, None, None,
+                    Layout("replicated"), None)  # fmt: skip
+    captured = Captured("l.mixer", 0, 1, 0, call, {role: record})
+    return Trial(captured, Table(), Outputs(carried(call)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("cls", list(STEP))
+def test_a_loop_over_tokens_gives_the_same(cls: str, step: int) -> None:
+    call = Case(cls).call(step, {})
+    found = Examined(trial(call))
+    assert found.rows
+    assert not found.failed
+
+
+def mixed(window: State, state: State) -> State:
+    return window[0], state[1]
+
+
+WRONG: dict[str, tuple[int, Callable[[Case], Mapping[str, State]], str]] = {
+    "left": (1, lambda c: {"a": c.behind("old", 9)},
+             "with its state at the first token of request 'a' not zero but what request 'old' left"),
+    "exchanged": (3, lambda c: {"a": c.behind("b", 7), "b": c.behind("a", 9)},
+                  "with its state of request 'a' taken from request 'b' before position 9"),
+    "the step before": (3, lambda c: {"b": c.run("b", 6, 7, c.behind("a", 8))[1]},
+                        "with its state of request 'b' taken from request 'a' before position 6"),
+    "lost": (3, lambda c: {"a": none(c.cls)}, "with its state of request 'a' lost before position 9 (zero)"),
+    "old": (3, lambda c: {"a": c.behind("a", 8)},
+            "with its state of request 'a' at position 9 as behind position 7 (not written since)"),
+    "state alone": (2, lambda c: {"a": mixed(c.behind("a", 8), c.behind("b", 6))},
+                    "with the recurrence's state of request 'a' taken from request 'b' before position 8"),
+    "window alone": (2, lambda c: {"a": mixed(c.behind("b", 6), c.behind("a", 8))},
+                     "with the convolution's last inputs of request 'a' taken from request 'b' before position 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+@pytest.mark.parametrize("cls", ["MambaMixer2", "QwenGatedDeltaNetAttention"])
+def test_a_wrong_state_is_named(cls: str, name: str) -> None:
+    step, wrong, text = WRONG[name]
+    case = Case(cls)
+    found = search([trial(case.call(step, wrong(case))), trial(case.call(step, {}))], state_causes.CAUSES)
+    assert found is not None
+    assert found.text == f"mine's output is what this {cls} gives {text}"
+
+
+def test_a_convolution_alone_has_a_window_alone() -> None:
+    case = Case("ShortConv")
+    found = search([trial(case.call(3, {"a": case.behind("a", 8)}))], state_causes.CAUSES)
+    assert found is not None
+    assert found.text.endswith("with the convolution's last inputs of request 'a' at position 9 as behind position 7 "
+                               "(not written since)")  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), [("dt_bias", "without the bias of its time step"),
+                                            ("D", "without D, its inputs' direct part")])  # fmt: skip
+def test_a_parameter_that_is_left_out_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, weights = Case("MambaMixer2"), WEIGHTS["MambaMixer2"]
+    right = weights[name]
+    monkeypatch.setitem(weights, name, torch.zeros_like(right))
+    call = case.call(1, {})
+    call.params[name] = right  # type: ignore[index]
+    found = search([trial(call)], state_causes.CAUSES)
+    assert found is not None
+    assert found.text == f"mine's output is what this MambaMixer2 gives {text}"
+
+
+def test_another_error_is_no_state() -> None:
+    call = Case("MambaMixer2").call(3, {})
+    (role, out), = call.outputs.items()
+    call.outputs[role] = out * 1.5  # type: ignore[index]
+    assert search([trial(call)], state_causes.CAUSES) is None
+
+
+@pytest.mark.parametrize(("missing", "why"), [("ssm_state_size", "attribute ssm_state_size was not recorded"),
+                                          ("activation", "its activation is not known")])  # fmt: skip
+def test_what_is_not_known_has_no_reference(missing: str, why: str) -> None:
+    call = Case("MambaMixer2").call(1, {})
+    del call.attrs[missing]  # type: ignore[attr-defined]
+    with pytest.raises(Declined) as error:
+        carried(call)
+    assert error.value.reason == why
+
+
+def test_the_table_of_references_finds_the_block() -> None:
+    assert not isinstance(default_references().find("QwenGatedDeltaNetAttention"), Declined)
