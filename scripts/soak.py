@@ -83,6 +83,7 @@ class Bounds:
     kills: int
     engine_kills: int
     calls: int
+    only: str = "*"
 
     def say(self, text: str) -> None:
         """A line of progress, with the time."""
@@ -91,12 +92,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. drop: chunks after which the client goes away, 0: it gets the whole answer."""
+    """A request. drop: chunks after which the client goes away, 0: it gets the whole answer. top: log-probabilities of
+    each token that it wants, 0: none."""
 
     name: str
     prompt: tuple[int, ...]
     tokens: int
     drop: int = 0
+    top: int = 2
 
 
 def plan(seed: int, first: int, count: int, aborted: bool = True) -> list[Ask]:
@@ -118,8 +121,8 @@ def asked(port: int, ask: Ask) -> str:
         "model": "tiny", "prompt": list(ask.prompt), "max_tokens": ask.tokens, "temperature": 0, "ignore_eos": True,
         "stream": bool(ask.drop),
     }  # fmt: skip
-    if not ask.drop:
-        body["logprobs"] = 2
+    if ask.top and not ask.drop:
+        body["logprobs"] = ask.top
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=180)
     try:
         headers = {"Content-Type": "application/json", "X-Request-Id": ask.name}
@@ -448,6 +451,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="of torch models")
     parser.add_argument("--engine-kills", type=int, default=20, help="of vLLM engines")
     parser.add_argument("--calls", type=int, default=4_000, help="of the online check")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="cases of the part disk, by name")
     parser.add_argument("--minutes", type=float, default=60.0, help="of each part; what is not done then is left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="a new folder, which is kept")
@@ -460,7 +464,7 @@ def main() -> None:
             work.mkdir(parents=True)
             until = time.monotonic() + 60 * options.minutes
             bounds = Bounds(work, options.seed, until, options.requests, options.kills, options.engine_kills,
-                            options.calls)  # fmt: skip
+                            options.calls, options.only)  # fmt: skip
             try:
                 rows += PART[part](bounds)
             except Exception as error:

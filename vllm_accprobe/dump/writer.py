@@ -29,6 +29,7 @@ import numpy as np
 from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile
 from vllm_accprobe.dump.journal import END, ERROR, STOP, last
 from vllm_accprobe.dump.journal_writer import (
+    GRACE_S,
     Event,
     JournalFile,
     Line,
@@ -432,7 +433,8 @@ _LINE_AGE = 0.1
 
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
-_CLOSE_TIMEOUT = 30.0
+_CLOSE_TIMEOUT = GRACE_S - 5.0
+"""Whoever ends this process waits for GRACE_S: it is to say what is missing before."""
 
 
 class RankWriter:
@@ -579,7 +581,7 @@ class RankWriter:
 
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
-        tensors, skipped; the first two are counted from the journal where missing). Waits up to 30 s. A second call
+        tensors, skipped; the first two are counted from the journal where missing). Waits up to 25 s. A second call
         only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
         self.release()
         with self._cond:

@@ -1,7 +1,7 @@
 """Makes torch say that this processor is a lesser one, where ``ACCPROBE_TEST_KERNELS`` asks for that; with
 ``ACCPROBE_TEST_V2`` Triton has a backend for the CPU, which vLLM's V2 runner wants and Triton's interpreter never uses.
-``ACCPROBE_TEST_RAISES``: the probe raises after so many tensors. ``ACCPROBE_TEST_CLOCK``: half a minute after the start
-time.time and time.time_ns are set back by so many seconds.
+``ACCPROBE_TEST_RAISES``: the probe raises after so many tensors. ``ACCPROBE_TEST_CLOCK``: once this file is there,
+time.time and time.time_ns are set back by a day.
 
 Python imports this module at its start because the folder is on PYTHONPATH (see ../kernels.py). Nothing is imported
 here that a program does not import itself: a finder waits for a module and changes it once it is there.
@@ -73,16 +73,16 @@ def _raises(module: ModuleType) -> None:
     module.Sink.take = broken
 
 
-def _set_back(seconds: float) -> None:
-    clock, clock_ns, at = time.time, time.time_ns, time.monotonic() + 30
-    time.time = lambda: clock() - seconds * (time.monotonic() > at)
-    time.time_ns = lambda: clock_ns() - int(seconds * 1e9) * (time.monotonic() > at)
+def _set_back(flag: str) -> None:
+    clock, clock_ns = time.time, time.time_ns
+    time.time = lambda: clock() - 86_400 * os.path.exists(flag)
+    time.time_ns = lambda: clock_ns() - 86_400 * 10**9 * os.path.exists(flag)
 
 
 if os.environ.get("ACCPROBE_TEST_RAISES"):
     sys.meta_path.insert(0, _Finder("vllm_accprobe.capture.core.session", _raises))
 if os.environ.get("ACCPROBE_TEST_CLOCK"):
-    _set_back(float(os.environ["ACCPROBE_TEST_CLOCK"]))
+    _set_back(os.environ["ACCPROBE_TEST_CLOCK"])
 if os.environ.get("ACCPROBE_TEST_KERNELS") in _NO:
     sys.meta_path.insert(0, _Finder("torch.cpu", _lesser))
 if os.environ.get("ACCPROBE_TEST_V2"):
