@@ -266,10 +266,11 @@ def probed(dump: Path, **more: str) -> dict[str, str]:
 
 
 @contextmanager
-def vllm(bounds: Bounds) -> Iterator[Path]:
-    """A `vllm` whose servers start in a third of the time; its engines are forks."""
+def vllm(bounds: Bounds, name: str = "vllm", more: Mapping[str, str] | None = None) -> Iterator[Path]:
+    """A `vllm` whose servers start in a third of the time; its engines are forks. more: of the environment in which it
+    is imported."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | ENV
-    with preloaded(bounds.work / "vllm", environ | {"OMP_NUM_THREADS": "1"}) as folder:
+    with preloaded(bounds.work / name, environ | {"OMP_NUM_THREADS": "1"} | dict(more or {})) as folder:
         yield folder / "vllm"
 
 
@@ -388,7 +389,8 @@ def engine_kills(bounds: Bounds) -> Row:
                 load = Load()
                 asks = plan(bounds.seed, 1000 * number, 400)
                 threading.Thread(target=load.send, args=(server, asks), daemon=True).start()
-                time.sleep(rng.uniform(0.5, 6.0))
+                _until_step(dump)
+                time.sleep(rng.uniform(0.0, 4.0))
                 for at, sent in enumerate(signals):
                     time.sleep(at * rng.uniform(0.0, 1.0))
                     with suppress(ProcessLookupError):
@@ -404,12 +406,21 @@ def engine_kills(bounds: Bounds) -> Row:
             tensors += count
             allowed = ("not closed", "torn") if open_end else ()
             wrong += [f"engine {number} ({name}): {text}" for text in said if not any(a in text for a in allowed)]
-            if count == 0:
-                wrong.append(f"engine {number} ({name}): no tensor was captured")
+            if not any(record.step is not None for record in open_dump(dump).records):
+                wrong.append(f"engine {number} ({name}): no tensor of a step was captured")
             bounds.say(f"engine {number}: {name}: {count} tensors read, {len(wrong)} defects so far")
     ways = ", ".join(f"{n} {name}" for name, n in by.items())
     return Row("kills", "vLLM engines under load", f"{by.total()} kills, {tensors} tensors", len(wrong),
                f"{ways}; {'; '.join(wrong[:2])}")  # fmt: skip
+
+
+def _until_step(dump: Path) -> None:
+    """Waits until the journal has a step."""
+    journal, until = dump / "rank0000/journal.jsonl", time.monotonic() + 120
+    while b'{"event":"step"' not in journal.read_bytes():
+        if time.monotonic() > until:
+            raise RuntimeError(f"no step in {journal}")
+        time.sleep(0.05)
 
 
 def disk_part(bounds: Bounds) -> list[Row]:

@@ -11,6 +11,7 @@ open files.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -51,6 +52,8 @@ def main() -> None:
                  [{str(t): v.logprob.hex() for t, v in top.items()} for top in o.outputs[0].logprobs or []]]
                 for o in done
             ]  # fmt: skip
+            del done
+            gc.collect()  # vLLM's answers are circles, and Python waits for a quarter of a million objects more
             info = process.memory_info()
             sample = [at + len(asks), info.rss - info.shared, process.num_threads(), process.num_fds()]
             lines.write(json.dumps({"sample": sample, "answers": answers}) + "\n")

@@ -134,7 +134,7 @@ class Case:
     """What breaks. before: once the server answers; middle: after a third of the requests. line: what one line of the
     log must contain, "": there is none. stop: what the dump says of its early end, None: it is complete. gone: the disk
     took no last line, and all that the journal has is read nevertheless; size: the budget in bytes. refused: the server
-    does not start, with this line. nan: the model's weights. forked: see preloaded_vllm."""
+    does not start, with this line. nan: the model's weights. planted: for tests/support/forced."""
 
     name: str
     place: Callable[[Path], Iterator[Disk]] = plain
@@ -147,10 +147,10 @@ class Case:
     size: int = 0
     refused: str = ""
     nan: bool = False
-    forked: bool = True
+    planted: str = ""
 
 
-FORCE = {"PYTHONPATH": os.pathsep.join([str(FORCED), *filter(None, [os.environ.get("PYTHONPATH")])])}
+PATHS = os.pathsep.join([str(FORCED), *filter(None, [os.environ.get("PYTHONPATH")])])
 CASES = (
     Case("disk full", tmpfs("size=5m"), line="disk full", stop="disk full"),
     Case("disk full before the first request", tmpfs("size=1200k"), line="disk full", stop="disk full"),
@@ -162,12 +162,12 @@ CASES = (
     Case("dump removed while it serves", middle=remove, gone=True),
     Case("budget spent", env={"VLLM_ACCPROBE_MAX_GB": "0.004"}, line="budget of 4000000 bytes spent",
          stop="budget of 4000000 bytes spent", size=4_000_000),
-    Case("a tap that raises", env=FORCE | {"ACCPROBE_TEST_RAISES": "3000"}, line="planted in the probe",
-         stop="planted in the probe", forked=False),
+    Case("a tap that raises", planted="ACCPROBE_TEST_RAISES=3000", line="planted in the probe",
+         stop="planted in the probe"),
     Case("storm of NaN", nan=True),
     Case("storm of NaN under errcheck", env={"VLLM_ACCPROBE": "0", "VLLM_ACCPROBE_ERRCHECK": "overflow,nan"},
          line="errcheck: NaN in model.embed_tokens", nan=True, gone=True),
-    Case("clock set back a day", env=FORCE | {"ACCPROBE_TEST_CLOCK": "clock"}, middle=set_back, forked=False),
+    Case("clock set back a day", planted="ACCPROBE_TEST_CLOCK={root}/clock", middle=set_back),
 )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def rows(bounds: Bounds) -> list[Row]:
             if time.monotonic() > bounds.until or not fnmatchcase(case.name, bounds.only):
                 continue
             try:
-                found.append(_row(bounds, case, models[case.nan], program if case.forked else None, bare[case.nan]))
+                found.append(_row(bounds, case, models[case.nan], program, bare[case.nan]))
             except Exception as error:
                 found.append(Row("disk", case.name, "", 1, f"{type(error).__name__}: {error}"))
             bounds.say(f"{case.name}: {found[-1].failures} failures; {found[-1].note}")
@@ -207,15 +207,17 @@ def _asks(bounds: Bounds, nan: bool) -> list[Ask]:
     return [replace(ask, top=0 if nan else ask.top) for ask in plan(bounds.seed, 0, ASKS, aborted=False)]
 
 
-def _row(bounds: Bounds, case: Case, model: Path, program: Path | None, bare: Load) -> Row:
+def _row(bounds: Bounds, case: Case, model: Path, program: Path, bare: Load) -> Row:
     name = case.name.replace(" ", "-")
     log, load, wrong, notes = bounds.work / f"{name}.log", Load(), list[str](), list[str]()
     with ExitStack() as stack:
         disk = stack.enter_context(on(case.place, bounds.work / name))
         dump = disk.root / "dump"
         env = probed(dump, PARTS="input,output") | ONE_THREAD | case.env
-        if "ACCPROBE_TEST_CLOCK" in env:
-            env["ACCPROBE_TEST_CLOCK"] = str(disk.root / "clock")
+        if case.planted:
+            variable, _, value = case.planted.format(root=disk.root).partition("=")
+            env[variable] = value
+            program = stack.enter_context(vllm(bounds, f"vllm-{variable}", {"PYTHONPATH": PATHS, variable: value}))
         try:
             with Server(model, log=log, env=env, args=ALONE, vllm=program) as server:
                 if case.before is not None:
