@@ -390,7 +390,7 @@ def engine_kills(bounds: Bounds) -> Row:
                 asks = plan(bounds.seed, 1000 * number, 400)
                 threading.Thread(target=load.send, args=(server, asks), daemon=True).start()
                 _until_step(dump)
-                time.sleep(rng.uniform(0.0, 4.0))
+                time.sleep(rng.uniform(0.5, 10.0))
                 for at, sent in enumerate(signals):
                     time.sleep(at * rng.uniform(0.0, 1.0))
                     with suppress(ProcessLookupError):
@@ -440,7 +440,7 @@ def online_part(bounds: Bounds) -> list[Row]:
         code, lines = 1, ["it did not end in time"]
     for line in lines:
         bounds.say(line)
-    note = " ".join(line for line in lines if "cut" in line or "equal" in line)
+    note = "; ".join(line for line in lines if line.startswith(("the line was cut", "forged", "exit codes")))
     return [Row("online", "cut lines, killed receivers, hostile peers", f"{bounds.calls} calls", code, note)]
 
 
