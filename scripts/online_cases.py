@@ -3,9 +3,10 @@
     python scripts/online_cases.py [--calls 20000] [--cuts 20] [--kills 2] [--hostile-s 60] [--work DIR]
 
 A made dump (one decoder layer, a fault in its norm) is checked offline, then sent over TLS with certificates made on
-the spot, while a peer without a certificate and one with send lengths of 2**60, half lines and garbage; the line is cut
-and the receiver killed at even parts of the way. Printed: whether the csv files are equal, calls a second of both, the
-receiver's memory through the hostile minute. Figures stand in docs/online.md. Exit code 1 where anything differs.
+the spot, while peers without a certificate and with one send lengths of 2**60, half lines and garbage, and another
+greets with forged certificates; the line is cut and the receiver killed at even parts of the way. Printed: whether the
+csv files are equal, calls a second of both, the receiver's memory through the hostile minute. Figures stand in
+docs/online.md. Exit code 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/opcheck")]
 
 from online.online_certificates import Authority  # noqa: E402
-from online.online_peers import hostile  # noqa: E402
+from online.online_peers import answered, forged, hostile  # noqa: E402
 from online.online_runs import ENV, Cut, Run, free_port, many, serve  # noqa: E402
 
 FILES = ("opcheck.csv", "result.csv", "profile.json")
@@ -72,16 +74,18 @@ def rough(work: Path, dump: Path, options: argparse.Namespace) -> bool:
     """A line that is cut, a receiver that is killed, peers that are hostile."""
     out, port, authority, stop = work / "rough", free_port(), Authority(), threading.Event()
     tls = [authority.folder(work / f"{side}-2", side) for side in ("server", "client")]
-    context = ssl.create_default_context(cafile=str(tls[1] / "ca.crt"))
-    context.load_cert_chain(tls[1] / "client.crt", tls[1] / "client.key")
+    context = client_context(tls[1])
+    false, tries = forgeries(work, authority), Counter[str]()
     total, journal = (dump / "rank0000/journal.jsonl").stat().st_size, out / "received/rank0000/journal.jsonl"
     peers = [threading.Thread(target=hostile, args=(port, stop, c), daemon=True) for c in (None, context, None)]
+    peers.append(threading.Thread(target=forged, args=(port, stop, false, tries), daemon=True))
     line = Cut(port, options.rate)
     receive = serve(out, port, "--tls", str(tls[0]))
     send = Run("send", str(dump), "--port", str(line.port), "--tls", str(tls[1]), "--patience", "600")
     events = options.cuts + options.kills
     kills = {(k + 1) * events // (options.kills + 1) for k in range(options.kills)}
     done, sizes, begun = [0, 0], list[int](), time.monotonic()
+    known = answered(port, context)  # a certificate of the authority's own gets an answer
     for peer in peers:
         peer.start()
     for k in range(events):
@@ -108,9 +112,33 @@ def rough(work: Path, dump: Path, options: argparse.Namespace) -> bool:
     print(f"the line was cut {done[0]} times, the receiver killed {done[1]} times; {send.lines[-1]}")
     print(f"hostile for {hostile_s:.0f} s, in which all was sent: the last receiver's memory {min(sizes) / 1e3:.0f} "
           f"to {max(sizes) / 1e3:.0f} MB, its first quarter left out")  # fmt: skip
+    inside = sum(n for name, n in tries.items() if name.endswith("got in"))
+    print(f"forged certificates: {', '.join(f'{n} {name}' for name, n in sorted(tries.items()))}; {inside} got in")
     for said in [x for x in receive.lines if "times" in x and x.startswith("refused")]:
         print(f"  {said}")
-    return told(out, work / "offline", ends, receive) and done == [options.cuts, options.kills]
+    nobody = known and inside == 0 and len(tries) == len(false)
+    return told(out, work / "offline", ends, receive) and done == [options.cuts, options.kills] and nobody
+
+
+def client_context(folder: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    context.load_cert_chain(folder / "client.crt", folder / "client.key")
+    return context
+
+
+def forgeries(work: Path, ours: Authority) -> dict[str, ssl.SSLContext]:
+    """Clients that trust the receiver, and whom it may not trust."""
+    other = Authority("an authority")  # by the same name
+    folders = {
+        "expired": ours.folder(work / "expired", "client", expired=True),
+        "signed by another authority of the same name": other.folder(work / "foreign", "client", trusts=ours),
+    }
+    contexts = {name: client_context(folder) for name, folder in folders.items()}
+    contexts["none"] = ssl.create_default_context(cafile=str(folders["expired"] / "ca.crt"))
+    stolen = ours.folder(work / "server-3", "server")
+    contexts["of a server"] = ssl.create_default_context(cafile=str(stolen / "ca.crt"))
+    contexts["of a server"].load_cert_chain(stolen / "server.crt", stolen / "server.key")
+    return contexts
 
 
 def told(out: Path, offline: Path, ends: tuple[int, int], receive: Run) -> bool:

@@ -90,7 +90,7 @@ def test_forcing_alone_leaves_the_engine_as_configured(tmp_path: Path, monkeypat
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     patched: list[str] = []
-    for name in ("_patch_engine_args", "_tell_replicas", "_patch_workers", "_patch_shutdown"):
+    for name in ("_patch_engine_args", "_tell_replicas", "_patch_workers", "_patch_shutdown", "_patch_worker_end"):
         monkeypatch.setattr(plugin, name, lambda name=name: patched.append(name))
     monkeypatch.setenv("VLLM_ACCPROBE_FORCE", "1")
     plugin.register()

@@ -118,6 +118,35 @@ def test_the_front_end_of_each_release_waits_before_it_kills(
         engine.kill()
 
 
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(("writes", "then"), [(1.5, "ends"), (0.5, "hangs")])  # what hangs is vLLM's to kill
+def test_an_engine_waits_for_what_its_workers_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static: bool, writes: float, then: str
+) -> None:
+    written: list[bool] = []
+
+    def _ensure_worker_termination(*args: list[Engine]) -> None:
+        assert args[-1] == [worker]
+        written.append(not writing(tmp_path / "d"))
+
+    module, package = ModuleType("vllm.v1.executor.multiproc_executor"), ModuleType("vllm.v1.executor")
+    method = staticmethod(_ensure_worker_termination) if static else _ensure_worker_termination
+    module.MultiprocExecutor = type("MultiprocExecutor", (), {"_ensure_worker_termination": method})  # type: ignore[attr-defined]
+    for made in (package, module):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setattr(plugin, "_patched", set())
+    monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
+    plugin._patch_worker_end()
+    plugin._patch_worker_end()  # once
+    worker = Engine(tmp_path / "d", writes, then)
+    try:
+        worker.terminate()
+        module.MultiprocExecutor()._ensure_worker_termination([worker])
+        assert written == [True]
+    finally:
+        worker.kill()
+
+
 def test_nothing_that_can_be_asked(tmp_path: Path) -> None:
     assert not writing(tmp_path / "nowhere")
     (tmp_path / "errcheck-rank0000.json").write_text("no report")

@@ -178,6 +178,18 @@ def test_budget(tmp_path):
     assert w.bytes_written <= 300_000
 
 
+def test_headers_of_many_small_tensors_spend_the_budget_too(tmp_path):
+    root = tmp_path / "d"
+    w = writer(root, budget_bytes=4_000_000)
+    for i in range(20_000):
+        if put(w, f"{i}" * 8, np.full(100, i % 251, np.uint8), "uint8", step=i) is None:
+            break
+    w.close("done", {})
+    assert "budget" in w.stopped
+    assert len(list(root.glob("rank0000/seg-*"))) > 1
+    assert 3_900_000 < sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) < 4_000_000 + (2 << 20)
+
+
 def test_lines_spend_the_budget_too(tmp_path):
     root = tmp_path / "d"
     w = writer(root, budget_bytes=20_000)

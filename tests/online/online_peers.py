@@ -1,4 +1,4 @@
-"""A peer that means harm."""
+"""Peers that mean harm, and peers with certificates that are not theirs to use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 
 from vllm_accprobe.online import arrivals
@@ -29,7 +30,7 @@ def hostile(port: int, stop: threading.Event, context: ssl.SSLContext | None) ->
             line: socket.socket = socket.create_connection(("127.0.0.1", port), 2)
             if context is not None and n % 3:
                 line.settimeout(2)
-                line = context.wrap_socket(line)
+                line = context.wrap_socket(line, server_hostname="127.0.0.1")
             line.sendall(words[n % len(words)])
             if n % 2:
                 kept.append(line)
@@ -41,3 +42,25 @@ def hostile(port: int, stop: threading.Event, context: ssl.SSLContext | None) ->
         time.sleep(0.002)
     for line in kept:
         line.close()
+
+
+def answered(port: int, context: ssl.SSLContext, words: bytes = b"") -> bool:
+    """Whether a peer with this certificate that says ``words`` gets any byte, which a trusted one does at once."""
+    with socket.create_connection(("127.0.0.1", port), 5) as line:
+        line.settimeout(5)
+        with suppress(OSError):
+            wire = context.wrap_socket(line, server_hostname="127.0.0.1")
+            wire.sendall(words)
+            return bool(wire.recv(1))
+    return False
+
+
+def forged(port: int, stop: threading.Event, contexts: dict[str, ssl.SSLContext], tries: Counter[str]) -> None:
+    """Connects with each of these certificates again and again; ``tries`` counts them by name, those that got an answer
+    as ``NAME got in``."""
+    hello = b"".join(arrivals.words(arrivals.HELLO, arrivals.Hello(0)))
+    while not stop.is_set():
+        for name, context in contexts.items():
+            with suppress(OSError):  # a receiver that is being started again
+                tries[f"{name} got in" if answered(port, context, hello) else name] += 1
+        time.sleep(0.05)

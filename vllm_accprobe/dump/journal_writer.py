@@ -293,6 +293,17 @@ def end(procs: Sequence[Any], timeout: float, root: str) -> None:
         running[0].join(0.2)
 
 
+def settle(procs: Sequence[Any], root: str) -> None:
+    """Waits for processes (multiprocessing's) that end by themselves while they write to the dump ``root``, at most
+    GRACE_S."""
+    until = time.monotonic() + GRACE_S
+    while root and time.monotonic() < until:
+        running = [process for process in procs if process.is_alive()]
+        if not running or not writing(Path(root)):
+            return
+        running[0].join(0.2)
+
+
 def writing(root: Path) -> bool:
     """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
     next to it (``root.2`` ...). Never raises."""

@@ -29,6 +29,7 @@ import numpy as np
 from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile
 from vllm_accprobe.dump.journal import END, ERROR, STOP, last
 from vllm_accprobe.dump.journal_writer import (
+    GRACE_S,
     Event,
     JournalFile,
     Line,
@@ -119,23 +120,24 @@ class WriteBatch:
 
 
 class BatchStaging:
-    """Batches on their way, each in two queues, since two threads work on it at once. ``payload_bytes`` are those
-    accepted, ``waiting_lines`` those not yet written (the writer counts them down), ``sealed`` the batches ever queued.
-    After ``closed`` is set, nobody waits."""
+    """Batches on their way, each in two queues, since two threads work on it at once. ``segment_bytes`` are those
+    accepted, with the gaps between them and the headers of all segments but the first; ``waiting_lines`` the lines not
+    yet written (the writer counts them down), ``sealed`` the batches ever queued. After ``closed`` is set, nobody
+    waits."""
 
     def __init__(self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int):
         self.free: list[AlignedBlock] = []
         self.to_disk: deque[WriteBatch] = deque()
         self.to_journal: deque[WriteBatch] = deque()
         self.current: WriteBatch | None = None
-        self.payload_bytes = 0
+        self.segment_bytes = 0
         self.waiting_lines = 0
         self.sealed = 0
         self.closed = False
         self._cond = cond
         self._block_bytes = block_bytes
         self._blocks = self._unmade_blocks = blocks
-        self._segment_bytes = segment_bytes
+        self._segment_most = segment_bytes
         self._segment: OpenSegment | None = None
 
     def copy(self, address: int, line: TensorLine) -> None:
@@ -150,7 +152,7 @@ class BatchStaging:
             and batch.block is not None
             and not segment.end % ALIGN
             and segment.room >= room
-            and segment.end + nbytes <= self._segment_bytes
+            and segment.end + nbytes <= self._segment_most
             and 0 < nbytes < self._block_bytes - batch.used
         ):
             start = batch.used
@@ -162,10 +164,10 @@ class BatchStaging:
             batch.brought.append(line)
             segment.room -= room
             segment.end += nbytes
-            self.payload_bytes += nbytes
+            self.segment_bytes += nbytes
             self.waiting_lines += 1
             return
-        if segment is None or segment.room < room or segment.end + nbytes > self._segment_bytes:
+        if segment is None or segment.room < room or segment.end + nbytes > self._segment_most:
             segment = self._segment_for(nbytes, room)
         segment.room -= room
         gap = -segment.end % ALIGN
@@ -185,7 +187,7 @@ class BatchStaging:
             segment.end += n
             address, left = address + n, left - n
         cell.payload = payload
-        self.payload_bytes += nbytes
+        self.segment_bytes += nbytes
         batch = self.current or self._batch()
         batch.lines.append(line)
         batch.brought.append(line)
@@ -200,7 +202,7 @@ class BatchStaging:
         if current is not None and current.block is not None:
             have += self._block_bytes - current.used
         if segment is not None and (
-            segment.end + need > self._segment_bytes or segment.room < _ENTRY_MOST * len(sizes)
+            segment.end + need > self._segment_most or segment.room < _ENTRY_MOST * len(sizes)
         ):
             need += self._block_bytes  # the next segment begins with a block of its own
         return need <= have
@@ -216,11 +218,12 @@ class BatchStaging:
         segment = self._segment
         if segment is None:
             segment = OpenSegment(0)
-        elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_bytes):
+        elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_most):
             batch = self.current = self.current or WriteBatch()
             batch.segment, batch.last = segment, True
             self.seal()
             segment = OpenSegment(segment.index + 1)
+            self.segment_bytes += HEADER_BYTES
         self._segment = segment
         return segment
 
@@ -250,7 +253,7 @@ class BatchStaging:
             batch.block.zero(batch.used, gap)
             batch.used += gap
             segment.end += gap
-
+            self.segment_bytes += gap
 
     def append(self, *lines: Line) -> None:
         """Queues lines behind everything before them."""
@@ -275,6 +278,7 @@ class BatchStaging:
                 batch.block.zero(batch.used, gap)
                 batch.used += gap
                 batch.segment.end += gap
+                self.segment_bytes += gap
         self.to_disk.append(batch)
         self.to_journal.append(batch)
         self.sealed += 1
@@ -429,16 +433,17 @@ _LINE_AGE = 0.1
 
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
-_CLOSE_TIMEOUT = 30.0
+_CLOSE_TIMEOUT = GRACE_S - 5.0
+"""Whoever ends this process waits for GRACE_S: it is to say what is missing before."""
 
 
 class RankWriter:
     """The dump of one global rank.
 
     root: the dump; created, 0700, where missing. start: what the journal's first line says besides ``schema`` and
-    ``rank``. budget_bytes: limit of payload and journal bytes. block_bytes (a multiple of 4096) times ``blocks`` is the
-    memory used, from the first payload on. segment_bytes: size at which a new segment is begun. on_stop: called once,
-    from either thread, why nothing more is written; what it raises is ignored.
+    ``rank``. budget_bytes: limit of the files' sizes; they may exceed it by two headers (2 MiB). block_bytes (a
+    multiple of 4096) times ``blocks`` is the memory used, from the first payload on. segment_bytes: size at which a new
+    segment is begun. on_stop: called once, from either thread, why nothing more is written; what it raises is ignored.
 
     No method raises because of the disk: see ``stopped``. One producer thread at a time.
     """
@@ -576,7 +581,7 @@ class RankWriter:
 
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
-        tensors, skipped; the first two are counted from the journal where missing). Waits up to 30 s. A second call
+        tensors, skipped; the first two are counted from the journal where missing). Waits up to 25 s. A second call
         only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
         self.release()
         with self._cond:
@@ -599,7 +604,7 @@ class RankWriter:
         staging, output = self._staging, self._output
         journal = 0 if output is None else output.journal.size
         guess = _LINE_GUESS * (staging.waiting_lines + lines + 2)
-        return staging.payload_bytes + nbytes + journal + guess <= self._budget
+        return staging.segment_bytes + nbytes + journal + guess <= self._budget
 
     def _spent(self, step: Any) -> None:
         gb = self._budget / 1e9

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 import pytest
 
+from vllm_accprobe.capture.core import rows
 from vllm_accprobe.capture.core.rows import (
     EncoderItem,
     Requests,
@@ -122,6 +125,18 @@ def test_same_prompts_are_told_apart_by_ordinal_and_numbers_are_never_reused() -
     assert (first.prompt, first.ordinal, second.ordinal) == (second.prompt, 0, 1)
     known.forget("x")
     assert known.add("z", [1, 2], 2).req == 2
+
+
+def test_what_stays_of_finished_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is chosen, so none is named; a prompt that came lately is still known to have come."""
+    monkeypatch.setattr(rows, "PROMPTS", 4)
+    known = Requests(ProbeConfig())
+    for n in range(100):
+        known.add(f"r{n}", [n], 1)
+        known.forget(f"r{n}")
+    assert sum(len(kept) for kept in vars(known).values() if isinstance(kept, Sized)) <= 8
+    assert [known.add(f"again {n}", [n], 1).ordinal for n in (99, 0)] == [1, 0]
+    assert [r.id for r in known.unsent] == ["again 99", "again 0"]
 
 
 def test_the_same_prompt_to_another_adapter_is_another_request() -> None:

@@ -1,5 +1,7 @@
 """Makes torch say that this processor is a lesser one, where ``ACCPROBE_TEST_KERNELS`` asks for that; with
 ``ACCPROBE_TEST_V2`` Triton has a backend for the CPU, which vLLM's V2 runner wants and Triton's interpreter never uses.
+``ACCPROBE_TEST_RAISES``: the probe raises after so many tensors. ``ACCPROBE_TEST_CLOCK``: once this file is there,
+time.time and time.time_ns are set back by a day.
 
 Python imports this module at its start because the folder is on PYTHONPATH (see ../kernels.py). Nothing is imported
 here that a program does not import itself: a finder waits for a module and changes it once it is there.
@@ -11,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 
@@ -57,6 +60,29 @@ def _backend(module: ModuleType) -> None:
     module.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
+def _raises(module: ModuleType) -> None:
+    left, take = int(os.environ["ACCPROBE_TEST_RAISES"]), module.Sink.take
+
+    def broken(*args: object, **kwargs: object) -> object:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("planted in the probe")
+        return take(*args, **kwargs)
+
+    module.Sink.take = broken
+
+
+def _set_back(flag: str) -> None:
+    clock, clock_ns = time.time, time.time_ns
+    time.time = lambda: clock() - 86_400 * os.path.exists(flag)
+    time.time_ns = lambda: clock_ns() - 86_400 * 10**9 * os.path.exists(flag)
+
+
+if os.environ.get("ACCPROBE_TEST_RAISES"):
+    sys.meta_path.insert(0, _Finder("vllm_accprobe.capture.core.session", _raises))
+if os.environ.get("ACCPROBE_TEST_CLOCK"):
+    _set_back(os.environ["ACCPROBE_TEST_CLOCK"])
 if os.environ.get("ACCPROBE_TEST_KERNELS") in _NO:
     sys.meta_path.insert(0, _Finder("torch.cpu", _lesser))
 if os.environ.get("ACCPROBE_TEST_V2"):

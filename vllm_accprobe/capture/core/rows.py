@@ -61,15 +61,21 @@ def external_ids(internal: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+PROMPTS = 1 << 16
+"""Chosen: different prompts after which those that did not come again begin to be forgotten; each takes 0.1 KB."""
+
+
 class Requests:
-    """The requests that a rank has seen, by the engine's id: their numbers in the journal, prompts and images."""
+    """The requests that a rank has seen, by the engine's id: their numbers in the journal, prompts and images. A server
+    runs for months: of a finished request only a hash of its prompt stays, until PROMPTS to 2 * PROMPTS others came."""
 
     def __init__(self, config: ProbeConfig):
         self._chosen: ProbeConfig | None = config
         self._by_id: dict[str, Request] = {}
         self._wanted: dict[str, bool] = {}
         self._named: set[int] = set()
-        self._prompts: dict[tuple[str, str | None], int] = {}
+        self._prompts: dict[int, int] = {}
+        self._older: dict[int, int] = {}
         self._next = 0
         self.unsent: list[Request] = []
 
@@ -84,15 +90,22 @@ class Requests:
         if known is not None:
             return known
         prompt = embedded() if embedded else hash_tokens(prompt_ids) if prompt_ids is not None else ""
-        ordinal = self._prompts.get((prompt, adapter), 0)
-        self._prompts[prompt, adapter] = ordinal + 1
         named = (external_ids(internal)[-1], internal, prompt, prompt_len)
         asks = sampling() if sampling is not None else None
+        ordinal = self._ordinal(hash((prompt, adapter)))
         request = Request(self._next, *named, ordinal, images, adapter, salt or None, asks)
         self._next += 1
         self._by_id[internal] = request
         self._choose(internal, request)
         return request
+
+    def _ordinal(self, prompt: int) -> int:
+        """How often this prompt has come before."""
+        if len(self._prompts) >= PROMPTS:
+            self._prompts, self._older = {}, self._prompts
+        ordinal = self._prompts.get(prompt) or self._older.get(prompt, 0)
+        self._prompts[prompt] = ordinal + 1
+        return ordinal
 
     def aim(self, config: ProbeConfig | None) -> None:
         """Other settings choose from now on, also among the requests that are known; None: no request is chosen."""
@@ -118,9 +131,13 @@ class Requests:
         return self._wanted.get(internal, False)
 
     def forget(self, internal: str) -> None:
-        """Frees what a finished request holds; its number is never used again."""
-        self._named.discard(getattr(self._by_id.pop(internal, None), "req", -1))
+        """Frees what a finished request holds; its number is never used again. One that no step was taken of is not
+        named any more: where no further step is chosen, they would wait for it in ever greater number."""
+        request = self._by_id.pop(internal, None)
         self._wanted.pop(internal, None)
+        if request is not None:
+            self._named.discard(request.req)
+            self.unsent[:] = [one for one in self.unsent if one is not request]
 
 
 RowForm = tuple[Any, ...]

@@ -210,6 +210,8 @@ the scheduler @ vllm.v1.core.sched.scheduler:Scheduler
 the end of processes @ vllm.v1.engine.utils
     shutdown(procs) | a dump that takes more than five seconds to close is cut
     shutdown(procs,*,timeout) [since 0.18] | the front end's patience is not known
+the end of workers @ vllm.v1.executor.multiproc_executor:MultiprocExecutor
+    _ensure_worker_termination | a worker's dump that takes more than nine seconds to close is cut
 process groups @ vllm.distributed.parallel_state
     get_tp_group get_pp_group get_dp_group get_ep_group | GROUP
 a process group @ vllm.distributed.parallel_state:GroupCoordinator
