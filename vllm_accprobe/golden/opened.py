@@ -44,17 +44,25 @@ _MEMBER = re.compile(
 _DUMP = "dump"
 
 
+def begins_as_pack(head: bytes) -> bool:
+    """Whether these are the first bytes of a pack: a zip whose first member is its manifest."""
+    name = MANIFEST.encode()
+    return head.startswith(b"PK\x03\x04") and head[30 : 30 + len(name)] == name
+
+
 def is_pack(path: Path | None) -> bool:
-    """Whether a file begins as a pack does: a zip whose first member is its manifest."""
+    """Whether a file begins as a pack does."""
     if path is None or not path.is_file():
         return False
     try:
         with path.open("rb") as f:
-            head = f.read(_HEAD)
+            return begins_as_pack(f.read(_HEAD))
     except OSError:
         return False
-    name = MANIFEST.encode()
-    return head.startswith(b"PK\x03\x04") and head[30 : 30 + len(name)] == name
+
+
+class PackAltered(DumpError):
+    """A pack that is not what its manifest says."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,16 @@ def open_pack(path: Path, into: Path) -> GoldenPack:
     return GoldenPack(path, manifest, home)
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a pack whose members all have the hashes that it says. Writes nothing. Raises DumpError."""
+def verify(path: Path) -> tuple[dict[str, Any], str]:
+    """(the manifest of a pack whose members all have the hashes that it says, the manifest's own SHA-256, which a
+    publisher may publish apart). Writes nothing. Raises PackAltered where they have others, DumpError for what is no
+    pack or cannot be read."""
     with _checked(path) as (fd, manifest, members):
         for member in members.values():
             for _ in _pieces(path, fd, member, manifest):
                 pass
-    return manifest
+        text = index(fd, os.fstat(fd).st_size)[MANIFEST].read(fd, _MOST_MANIFEST)
+    return manifest, hashlib.sha256(text).hexdigest()
 
 
 @contextlib.contextmanager
@@ -175,13 +186,13 @@ def _check_names(path: Path, members: Mapping[str, ZipMember], manifest: Mapping
         raise DumpError(f"{path} has a member {strange[:80]!r}, which no pack has: it is not used")
     if other := sorted(set(members) ^ set(listed)):
         where = "is not in its manifest" if other[0] in members else "is missing"
-        raise DumpError(f"{path}: {other[0][:80]!r} {where}: download it again")
+        raise PackAltered(f"{path}: {other[0][:80]!r} {where}: download it again")
     if missing := [n for n in (RUN_JSON, INDEX, SKETCHES) if n not in members]:
         raise DumpError(f"{path} has no {missing[0]}: not all of a pack is there")
     text = 0
     for name, m in members.items():
         if m.size != listed[name]["bytes"]:
-            raise DumpError(f"{path}: {name} has {m.size:,} bytes, and its manifest says {listed[name]['bytes']:,}")
+            raise PackAltered(f"{path}: {name} has {m.size:,} bytes, and its manifest says {listed[name]['bytes']:,}")
         text += m.size if m.method == DEFLATED else 0
         if too_much(m.packed, m.size) or text > MOST_TEXT or m.size > MOST_BYTES:
             raise DumpError(f"{path}: {name} would inflate to {m.size:,} bytes, more than a pack has: it is not used")
@@ -198,7 +209,7 @@ def _pieces(path: Path, fd: int, member: ZipMember, manifest: Mapping[str, Any])
         found.update(piece)
         yield piece
     if found.hexdigest() != manifest["members"][member.name]["sha256"]:
-        raise DumpError(f"{path}: {member.name} is not what its manifest says (another hash): download it again")
+        raise PackAltered(f"{path}: {member.name} is not what its manifest says (another hash): download it again")
 
 
 @dataclass(frozen=True)

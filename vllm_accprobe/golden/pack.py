@@ -190,8 +190,9 @@ def pack(
         share *= 0.98 * limit / len(data)
     else:
         raise DumpError(f"{dump}: its pack takes {len(data):,} bytes at least, more than the {limit:,} allowed")
-    with whole(out) as part:
-        Path(part).write_bytes(data)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out, needed=len(data)) as part:
+        part.write_bytes(data)
     return replace(summary, bytes=len(data))
 
 
