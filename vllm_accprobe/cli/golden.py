@@ -34,7 +34,7 @@ class GoldenVerifyOptions:
     """Which packs, and what they must be."""
 
     packs: list[Path] = argument("PACK...", "Files of packs.")
-    sha256: str | None = option("--sha256", None, "What the publisher says: the beginning of the manifest's SHA-256, 16 "
+    sha256: str | None = option("--sha256", None, "What the publisher says: the manifest's SHA-256, or its first 16 "
                                 "digits or more.", metavar="HEX")  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def pack(what: GoldenPackOptions) -> None:
     Then `accprobe compare FILE mine` compares a dump with it. docs/golden.md says what is in it.
     Exit code 0: done, 2: it cannot be done.
     """
-    from vllm_accprobe.golden.opened import begins_as_pack
+    from vllm_accprobe.formats.io.pack_file import begins_as_pack
     from vllm_accprobe.golden.pack import MB
     from vllm_accprobe.golden.pack import pack as write
 
@@ -74,7 +74,7 @@ def verify(what: GoldenVerifyOptions) -> None:
     Exit code 0: all are, 1: one has other bytes than its manifest says, or another manifest than --sha256, 2: one is
     no pack, or cannot be read.
     """
-    from vllm_accprobe.golden.opened import PackAltered, verify
+    from vllm_accprobe.formats.io.pack_file import PackAltered, verify
 
     if what.sha256 is not None and (len(what.sha256) < 16 or len(what.packs) > 1):
         raise CommandError("--sha256 takes 16 digits or more, of one pack")

@@ -21,8 +21,8 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import FAIL, CompareError, Comparison
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.formats.io.pack_file import is_pack, verify
 from vllm_accprobe.golden.estimated import compared_sides
-from vllm_accprobe.golden.opened import is_pack, verify
 
 ENDING = ".golden"
 FIRST, EQUAL, WITHIN, DIFFERS, UNREADABLE = "first", "equal", "within limits", "differs", "cannot be compared"
@@ -62,10 +62,10 @@ def history(folder: Path, said: Callable[[str], None] = lambda line: None) -> li
         models[_model(manifest)].append((_order(manifest, path), path, manifest))
     for of in models.values():
         before: Path | None = None
-        for _, path, manifest in sorted(of, key=lambda p: p[0]):
+        for _, path, about in sorted(of, key=lambda p: p[0]):
             if before is not None:
                 said(f"{before.name} and {path.name}")
-            lines.append(_line(folder, before, path, manifest))
+            lines.append(_line(folder, before, path, about))
             before = path
     return lines
 
@@ -90,10 +90,10 @@ def _order(manifest: Mapping[str, Any], path: Path) -> tuple[Any, ...]:
 
 
 def _line(folder: Path, before: Path | None, path: Path, manifest: Mapping[str, Any]) -> HistoryLine:
-    about = (
-        str(path.relative_to(folder)), Path(manifest_text(manifest, "model", "path")).name, manifest_text(manifest, "versions", "vllm"),
-        manifest_text(manifest, "device", "name"), manifest_text(manifest, "start_time")[:10],
-    )  # fmt: skip
+    of = ("versions", "vllm"), ("device", "name"), ("start_time",)
+    vllm, device, date = (manifest_text(manifest, *keys) for keys in of)
+    model = Path(manifest_text(manifest, "model", "path")).name
+    about = str(path.relative_to(folder)), model, vllm, device, date[:10]
     if before is None:
         return HistoryLine(*about, FIRST)
     try:
