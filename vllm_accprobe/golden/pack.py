@@ -65,7 +65,7 @@ _WIDE = 4
 """Chosen: an outer call whose row is so many times the usual one (logits) waits with the inner calls."""
 _LINE = 26
 """Measured: bytes that a tensor's line takes in the packed journal."""
-_TRIES, _NEAR = 4, 0.9
+_TRIES, _NEAR = 6, 0.9
 """Chosen: how often a pack is made, until it takes so much of its budget."""
 _FULL_ROWS = 2
 """Chosen: rows that must fit before a wider kind of call is kept in full."""
@@ -311,6 +311,8 @@ class _Packing:
             for r in records:
                 maker = first.setdefault((r.rank, r.step, r.hash or f"{r.seq}"), (r.seq, r.role))
                 held.cost += row_bytes(r) if maker == (r.seq, r.role) else 0
+        self.partly = False
+        """Whether some calls have no full row: all rows are then sketched, of which these have."""
         self.row_bytes = self._row_bytes()
         usual = np.median([h.cost for h in self.calls.values() if h.outer and h.cost] or [0])
         for held in self.calls.values():
@@ -366,6 +368,7 @@ class _Packing:
         for held in self.calls.values():
             held.rows = set()
         kinds = self._kinds(room)
+        self.partly = any(kind_of_tap(tap) not in kinds for _, _, tap, _ in self.calls)
         full: set[int] = set()
         beyond = 0
         for key in self.wanted:
@@ -416,8 +419,8 @@ class _Packing:
             len(_packed(self._journal(rank, [], {}))) for rank in self.dump.ranks
         ) + sum(r.payload.nbytes for r in self.entire if r.payload)  # fmt: skip
         room = max(limit - base, 0)
-        sketches = _Sketches(self, int(room * SKETCH_SHARE))
-        full = self._choose(int(room - sketches.bytes))
+        full = self._choose(int(room * (1 - SKETCH_SHARE)))
+        sketches = _Sketches(self, int(room * SKETCH_SHARE), full)
         index, numbers = sketches.made()
         taps = {tap for (_, _, tap, _), h in self.calls.items() if h.rows} | sketches.taps
         ranks: dict[str, bytes] = {}
@@ -605,7 +608,7 @@ class _Sketches:
     """Sketches of as many rows as ``room`` bytes allow, of every tensor of text that is a float. Inputs that are an
     earlier output to the bit, in every step, have that output's."""
 
-    def __init__(self, packing: _Packing, room: int):
+    def __init__(self, packing: _Packing, room: int, full: set[int]):
         self._packing, self._loader = packing, Loader(packing.dump, 1 << 28)
         self.left_out = packing.left_out
         self._units: list[tuple[Unit, str]] = []
@@ -624,10 +627,9 @@ class _Sketches:
             prints = tuple((g.moment, g.fingerprint or id(g)) for g in groups)
             self._units.append((unit, made.setdefault(prints, place_name(unit.key))))
         names = {name for _, name in self._units}
-        count = min(int(room / (BYTES * max(len(names), 1))), len(packing.order))
-        self.rows = packing.order[:count]
-        self.left_out[SKETCH_BUDGET] = (len(packing.order) - count) * len(names)
-        self.bytes = len(self.rows) * len(names) * BYTES
+        order = [key for key in packing.order if packing.partly or key not in full]
+        self.rows = order[: int(room / (BYTES * max(len(names), 1)))]
+        self.left_out[SKETCH_BUDGET] = (len(order) - len(self.rows)) * len(names)
         self.keys_of = {unit.key: None for unit, _ in self._units} if self.rows else {}
         self.taps = {unit.key[0] for unit, _ in self._units} if self.rows else set()
 
