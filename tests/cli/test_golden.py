@@ -15,7 +15,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dump(home / "mine", faults={"model.layers.1.mlp.down_proj": scaled(1.5)})
     (home / "notes.txt").write_text("mine")
     assert main(["golden", "pack", str(home / "golden"), "--out", str(home / "x.golden")]) == 0
-    assert main(["golden", "pack", str(home / "mine"), "--out", str(home / "packs" / "y.golden"), "--max-mb", ".04"]) == 0
+    small = ["--out", str(home / "packs" / "y.golden"), "--max-mb", ".04"]
+    assert main(["golden", "pack", str(home / "mine"), *small]) == 0
     data = bytearray((home / "x.golden").read_bytes())
     data[len(data) // 2] ^= 1
     (home / "altered.golden").write_bytes(data)

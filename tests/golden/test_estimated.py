@@ -66,7 +66,8 @@ def test_a_fault_in_sketched_rows_alone(
     assert found.verdict == "fail"
     assert found.origins[0]["module"] == TAP
     wrong = [p for p in found.pairs if p.status == "fail" and p.message.startswith(ESTIMATED)]
-    assert wrong and all(p.worst_position == last for p in wrong if p.tap == TAP)
+    assert wrong
+    assert all(p.worst_position == last for p in wrong if p.tap == TAP)
     assert any(ESTIMATED in str(o["shape"]) for o in found.origins) or any(p.tap == TAP for p in wrong)
 
 
