@@ -16,11 +16,11 @@ from vllm_accprobe.golden.pack import SKETCH_SHARE, default_bytes, first_kinds, 
 from vllm_accprobe.golden.sketch import BYTES
 from vllm_accprobe.run.dump_size import StoredTensor, decoder
 
-_LINE, _PLACE, _MODULE, _PARAMETER, _STEP, _ROW = 26, 9, 22, 105, 80, 24
+_LINE, _PLACE, _MODULE, _PARAMETER, _STEP, _ROW = 20, 8, 12, 110, 50, 3
 """Measured: bytes of text, deflated, of a tensor's line, a sketch's place, a module's line, a parameter's two lines, a
 step's lines, a row's token and segment."""
-_TOP = 4 + 2 * 20 * 4 + 12
-"""derived: of a row's logits the sampled token and the best 20 with their ids; the row's id and position."""
+_EVERY, _SAMPLED = 12, 4 + 2 * 20 * 4
+"""derived: of every row its id and position; of a row of logits the sampled token and the best 20 with their ids."""
 _FIXED = 3000
 """Measured: manifest, run.json and the headers."""
 
@@ -48,10 +48,10 @@ def tensors_of(config: Mapping[str, Any]) -> list[StoredTensor]:
 
 def pack_size(
     config: Mapping[str, Any], *, rows: int, steps: int, size: int = 2, budget: int | None = None,
-    full: int | None = None, sketched: int | None = None,
+    full: int | None = None, sketched: int | None = None, sampled: int | None = None,
 ) -> PackSize:  # fmt: skip
     """rows: of the golden, steps: in which they were computed; size: bytes of a number. budget: by default the model's;
-    full, sketched: rows, where these are known already."""
+    full, sketched: rows, where these are known already; sampled: rows of logits, by default one a step."""
     tensors = tensors_of(config)
     cost: Counter[str] = Counter()
     lines: Counter[str] = Counter()
@@ -66,7 +66,8 @@ def pack_size(
     limit = default_bytes(row) if budget is None else budget
     names = sum(t.numbers >= 16 and not t.width for t in tensors) + _joined(config) * 2
     places = sum(lines.values())
-    base = _FIXED + _MODULE * len(taps) + _PARAMETER * _parameters(config) + _STEP * steps + rows * (_ROW + _TOP)
+    base = _FIXED + _MODULE * len(taps) + _PARAMETER * _parameters(config) + _STEP * steps
+    base += rows * (_ROW + _EVERY) + (steps if sampled is None else sampled) * _SAMPLED
     room = max(limit - base - _PLACE * places, 0)
     outer = {kind_of_tap(tap): is_outer(tap) for tap in taps}
     kinds = first_kinds({k: cost[k] + _LINE * lines[k] for k in lines}, outer, room * (1 - SKETCH_SHARE))
