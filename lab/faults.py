@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from support import kernels

@@ -54,7 +54,7 @@ _EXPERTS = re.compile(r"moe|expert", re.I)
 def is_routed(unit: Unit) -> bool:
     """Whether rows from here on may have gone to other experts at a near tie."""
     tap, role, _ = unit.key
-    return is_choice(role, unit.cls) or is_logits(tap, role, unit.cls) and "lm_head" not in tap or bool(
+    return is_choice(role, unit.cls) or (is_logits(tap, role, unit.cls) and "lm_head" not in tap) or bool(
         _EXPERTS.search(unit.cls)
     )  # fmt: skip
 

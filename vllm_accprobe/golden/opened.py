@@ -232,7 +232,7 @@ class PackedSketches:
             self.places = {name: self._place(p) for name, p in found.places.items()}
             if any(first + n > len(self.rows) for first, n in self._lists):
                 raise DecodeError(f"{INDEX} has a list of rows that are not there")
-            if len(self.rows) and not (0 <= self.rows[:, 0].min() and self.rows[:, 0].max() < len(self.requests)):
+            if len(self.rows) and not (self.rows[:, 0].min() >= 0 and self.rows[:, 0].max() < len(self.requests)):
                 raise DecodeError(f"{SKETCHES} names a request that is not there")
         except (ValueError, RecursionError, DumpError) as e:
             raise DumpError(f"{pack.path}: its sketches cannot be used: {' '.join(str(e).split())[:200]}") from None

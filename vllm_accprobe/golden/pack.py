@@ -171,16 +171,17 @@ def place_name(key: tuple[str, str, int]) -> str:
 
 
 def pack(
-    dump: Path, out: Path, *, max_bytes: int | None = None, seed: int = 0, prompts: Path | None = None
+    dump: Path | Dump, out: Path, *, max_bytes: int | None = None, seed: int = 0, prompts: Path | None = None
 ) -> PackSummary:
     """Writes the pack ``out`` of the dump at ``dump``. prompts: a text file that goes in as it is.
 
     Raises DumpError for what is no dump of accprobe's or has no rows, and where ``max_bytes`` is too small for what
     every pack has; OSError."""
-    opened = open_dump(dump)
+    opened = dump if isinstance(dump, Dump) else open_dump(dump)
     packing = _Packing(opened, seed)
-    limit = default_bytes(packing.row_bytes) if max_bytes is None else max_bytes
     text = _prompts(prompts)
+    least = max(default_bytes(packing.row_bytes), packing.fixed_bytes(text) + MB // 2)  # of many prompts, tiny rows
+    limit = least if max_bytes is None else max_bytes
     share = 1.0
     for _ in range(6):
         members, summary = packing.members(int(limit * share), text)
@@ -189,7 +190,7 @@ def pack(
             break
         share *= 0.98 * limit / len(data)
     else:
-        raise DumpError(f"{dump}: its pack takes {len(data):,} bytes at least, more than the {limit:,} allowed")
+        raise DumpError(f"{opened.path}: its pack takes {len(data):,} bytes at least, more than the {limit:,} allowed")
     with whole(out) as part:
         Path(part).write_bytes(data)
     return replace(summary, bytes=len(data))
@@ -384,14 +385,20 @@ class _Packing:
 
     # --- the file ------------------------------------------------------------------------------------------------
 
+    def _texts(self, prompts: bytes | None) -> dict[str, bytes]:
+        return {RUN_JSON: json_bytes(self._run())} | ({PROMPTS: prompts} if prompts is not None else {})
+
+    def fixed_bytes(self, prompts: bytes | None) -> int:
+        """What every pack of this dump has, about."""
+        journals = (self._journal(rank, [], {}) for rank in self.dump.ranks)
+        texts = sum(len(_packed(d)) for d in (*self._texts(prompts).values(), *journals))
+        return texts + sum(r.payload.nbytes for r in self.entire if r.payload)
+
     def members(self, limit: int, prompts: bytes | None) -> tuple[dict[str, bytes], PackSummary]:
         """Name → bytes of what fits into about ``limit`` bytes, and what that is."""
         kept = Counter(self.left_out)
-        fixed = {RUN_JSON: json_bytes(self._run())} | ({PROMPTS: prompts} if prompts is not None else {})
-        base = sum(len(_packed(d)) for d in fixed.values()) + sum(
-            len(_packed(self._journal(rank, [], {}))) for rank in self.dump.ranks
-        ) + sum(r.payload.nbytes for r in self.entire if r.payload)  # fmt: skip
-        room = max(limit - base, 0)
+        fixed = self._texts(prompts)
+        room = max(limit - self.fixed_bytes(prompts), 0)
         sketches = _Sketches(self, int(room * SKETCH_SHARE))
         full = self._choose(int(room - sketches.bytes))
         index, numbers = sketches.made()
