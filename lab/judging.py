@@ -33,8 +33,8 @@ ACROSS = "clean across"
 class Pair:
     """Two runs to be judged. case: None for a clean pair. golden, mine: ways, after ``kernels:`` where the two sides'
     differ. at: where the two runs lie. kernels: what mine was captured with; replay: whether operators are run again.
-    run_s: seconds that the faulty run took to make. pack: where packs of goldens are kept, which then are judged against
-    in place of the goldens."""
+    run_s: seconds that the faulty run took to make. pack: where goldens' packs are kept, which then are judged
+    against in place of the goldens."""
 
     case: Case | None
     model: str

@@ -37,7 +37,8 @@ from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.verdict.judging import LimitCheck
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.golden.opened import GoldenPack, is_pack, open_pack
+from vllm_accprobe.formats.io.pack_file import is_pack
+from vllm_accprobe.golden.opened import GoldenPack, open_pack
 from vllm_accprobe.golden.pack import SketchPlace, place_name
 from vllm_accprobe.golden.sketch import Sketch, distances
 from vllm_accprobe.judge.floor import flow_unit
@@ -169,7 +170,7 @@ class _Estimates:
         pack = self._sides.packs[side]
         if pack is None:
             return {}
-        numbers = {identity(pair[side]): i for i, pair in enumerate(self._plan.requests.pairs)}
+        numbers = {identity((g, m)[side]): i for i, (g, m, _) in enumerate(self._plan.requests.pairs)}
         requests = (self._dumps[side].requests.get(at) for at in pack.sketches.requests)
         return {i: numbers[identity(r)] for i, r in enumerate(requests) if r is not None and identity(r) in numbers}
 
@@ -405,11 +406,10 @@ class _Estimates:
         skipped = Counter(result.coverage.get("skipped", {}))
         skipped.subtract(freed)
         skipped.update(self.skipped)
-        failed = any(p.status == FAIL and p.message.startswith(ESTIMATED) for p in pairs)
-        said = [f"sketches: {self.count:,} rows of tensors are {ESTIMATED}, {sum(p.status == FAIL for p in self._pairs()):,} pairs "
-                "beyond their limits"] if self.count else []  # fmt: skip
+        failed = [p for p in pairs if p.status == FAIL and p.message.startswith(ESTIMATED)]
+        said = [f"sketches: {self.count:,} rows of tensors are {ESTIMATED}, {len(failed):,} pairs beyond their limits"]
         return replace(
-            result, pairs=pairs, origins=entries, notes=[*notes, *said, *result.notes],
+            result, pairs=pairs, origins=entries, notes=[*notes, *(said if self.count else ()), *result.notes],
             verdict=FAIL if failed or origins else result.verdict,
             coverage={**result.coverage, "skipped": {k: n for k, n in skipped.items() if n > 0}},
             first_divergence=result.first_divergence or first_divergence(pairs),

@@ -1,20 +1,13 @@
-"""Reads a golden pack, which a stranger may have made.
+"""A golden pack opened: its dump, and its sketches.
 
-The problem: a pack is downloaded; it may be a zip bomb, name paths outside of its place, or hold other bytes than its
-manifest says. The idea: nothing is inflated before the central directory is known: only names that a pack has, each
-once, with sizes that fit the manifest and the limits; each member is then inflated to its size and no further, and its
-hash is compared. The rows lie in a folder that dump/reader.py opens as a dump, which trusts nothing either; sketches
-are checked here, as their index names places in arrays. Not here: what a pack holds (pack.py).
+Sketches are checked here, as their index names places in arrays. Not here: the file (formats/io/pack_file.py), what a
+pack holds (pack.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,47 +15,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from vllm_accprobe.dump.decode import Count, DecodeError, between, decode, exactly
-from vllm_accprobe.dump.files import DumpError, open_regular
-from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
-from vllm_accprobe.formats.io.plain_file import FileProblem
+from vllm_accprobe.dump.decode import Count, DecodeError, decode, exactly
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.formats.io.pack_file import INDEX, SKETCHES, dump_in, unpack
 from vllm_accprobe.formats.io.tensor_file import items
-from vllm_accprobe.formats.io.zipindex import DEFLATED, Unpacker, ZipMember, index, too_much
-from vllm_accprobe.golden.pack import INDEX, KIND, MANIFEST, PROMPTS, SKETCHES, VERSION, SketchPlace
+from vllm_accprobe.golden.pack import SketchPlace
 from vllm_accprobe.golden.sketch import NUMBERS, STEP, Sketch, signs_of
-
-MOST_BYTES = 1 << 30
-"""Of a pack, and of what is in it: a hundred times what one should have."""
-MOST_TEXT = 256 << 20
-"""Of a member of text, and of all of them together."""
-_MOST_MANIFEST = 4 << 20
-_HEAD = 64
-_MEMBER = re.compile(
-    rf"rank\d{{4,9}}/(?:{re.escape(JOURNAL)}|seg-\d{{5}}\.safetensors)|"
-    rf"{'|'.join(map(re.escape, (RUN_JSON, INDEX, SKETCHES, PROMPTS)))}", re.ASCII,
-)  # fmt: skip
-_DUMP = "dump"
-
-
-def is_pack(path: Path | None) -> bool:
-    """Whether a file begins as a pack does: a zip whose first member is its manifest."""
-    if path is None or not path.is_file():
-        return False
-    try:
-        with path.open("rb") as f:
-            head = f.read(_HEAD)
-    except OSError:
-        return False
-    name = MANIFEST.encode()
-    return head.startswith(b"PK\x03\x04") and head[30 : 30 + len(name)] == name
-
-
-@dataclass(frozen=True)
-class MemberHash:
-    """bytes: when inflated; sha256: of these."""
-
-    bytes: Count
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +34,7 @@ class GoldenPack:
 
     @property
     def dump(self) -> Path:
-        return self.home / _DUMP
+        return dump_in(self.home)
 
     @property
     def seed(self) -> int:
@@ -95,110 +53,8 @@ def opened(path: Path, into: Path) -> Path:
 
 
 def open_pack(path: Path, into: Path) -> GoldenPack:
-    """Writes the members to a new folder in ``into``. Raises DumpError for what is no pack, or is not what its manifest
-    says."""
-    home = into / path.name.replace(os.sep, "_")
-    number = 1
-    while home.exists():
-        number += 1
-        home = into / f"{path.name}.{number}"
-    with _checked(path) as (fd, manifest, members):
-        home.mkdir(mode=0o700, parents=True)
-        for name, member in members.items():
-            target = home / (name if name in (INDEX, SKETCHES, PROMPTS) else f"{_DUMP}/{name}")
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            out = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(out, "wb") as f:
-                for piece in _pieces(path, fd, member, manifest):
-                    f.write(piece)
-    return GoldenPack(path, manifest, home)
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a pack whose members all have the hashes that it says. Writes nothing. Raises DumpError."""
-    with _checked(path) as (fd, manifest, members):
-        for member in members.values():
-            for _ in _pieces(path, fd, member, manifest):
-                pass
-    return manifest
-
-
-@contextlib.contextmanager
-def _checked(path: Path) -> Iterator[tuple[int, dict[str, Any], dict[str, ZipMember]]]:
-    """(the open file, the manifest, all other members), whose names and sizes fit. Raises DumpError."""
-    try:
-        fd = open_regular(path)
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    try:
-        size = os.fstat(fd).st_size
-        if size > MOST_BYTES:
-            raise DumpError(f"{path} has {size:,} bytes: a pack has {MOST_BYTES:,} at most")
-        members = index(fd, size, once=True)
-        if MANIFEST not in members:
-            raise DumpError(f"{path} is no golden pack: it has no {MANIFEST}")
-        manifest = _manifest(path, members.pop(MANIFEST).read(fd, _MOST_MANIFEST))
-        _check_names(path, members, manifest)
-        yield fd, manifest, members
-    except FileProblem as e:
-        raise DumpError(f"{path} is damaged: {e}; download it again") from None
-    except OSError as e:
-        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
-    finally:
-        os.close(fd)
-
-
-def _manifest(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-        if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise DecodeError(f"it is not one of a {KIND}")
-        if found.get("schema") != VERSION:
-            raise DecodeError(f"its schema is {str(found.get('schema'))[:20]}, and this accprobe reads {VERSION}: "
-                              "upgrade it")  # fmt: skip
-        decode(dict[str, MemberHash], found.get("members"), "members")
-        decode(Annotated[int, between(-(2.0**63), 2.0**63)], found.get("seed"), "seed")
-        sketch = found.get("sketch")
-        if not isinstance(sketch, dict) or (sketch.get("numbers"), sketch.get("step")) != (NUMBERS, STEP):
-            raise DecodeError("its sketches are of another kind than this accprobe reads: upgrade it")
-    except (ValueError, RecursionError) as e:
-        why = "it is nested too deep" if isinstance(e, RecursionError) else " ".join(str(e).split())[:200]
-        raise DumpError(f"{path}: {MANIFEST} cannot be used: {why}") from None
-    return found
-
-
-def _check_names(path: Path, members: Mapping[str, ZipMember], manifest: Mapping[str, Any]) -> None:
-    """Only members of a pack, all that the manifest names, of the sizes that it says."""
-    listed = manifest["members"]
-    strange = next((n for n in members if not _MEMBER.fullmatch(n)), None)
-    if strange is not None:
-        raise DumpError(f"{path} has a member {strange[:80]!r}, which no pack has: it is not used")
-    if other := sorted(set(members) ^ set(listed)):
-        where = "is not in its manifest" if other[0] in members else "is missing"
-        raise DumpError(f"{path}: {other[0][:80]!r} {where}: download it again")
-    if missing := [n for n in (RUN_JSON, INDEX, SKETCHES) if n not in members]:
-        raise DumpError(f"{path} has no {missing[0]}: not all of a pack is there")
-    text = 0
-    for name, m in members.items():
-        if m.size != listed[name]["bytes"]:
-            raise DumpError(f"{path}: {name} has {m.size:,} bytes, and its manifest says {listed[name]['bytes']:,}")
-        text += m.size if m.method == DEFLATED else 0
-        if too_much(m.packed, m.size) or text > MOST_TEXT or m.size > MOST_BYTES:
-            raise DumpError(f"{path}: {name} would inflate to {m.size:,} bytes, more than a pack has: it is not used")
-    if sum(m.size for m in members.values()) > MOST_BYTES:
-        raise DumpError(f"{path} holds more than {MOST_BYTES:,} bytes: it is not used")
-
-
-def _pieces(path: Path, fd: int, member: ZipMember, manifest: Mapping[str, Any]) -> Iterator[bytes]:
-    """A member's bytes. Raises DumpError behind the last where their hash is another."""
-    found, left, unpacker = hashlib.sha256(), member.size, Unpacker(member, fd)
-    while left:
-        piece = unpacker.read(min(left, 1 << 20))
-        left -= len(piece)
-        found.update(piece)
-        yield piece
-    if found.hexdigest() != manifest["members"][member.name]["sha256"]:
-        raise DumpError(f"{path}: {member.name} is not what its manifest says (another hash): download it again")
+    """The pack, its members in a new folder in ``into``. Raises DumpError."""
+    return GoldenPack(path, *unpack(path, into))
 
 
 @dataclass(frozen=True)
@@ -217,6 +73,9 @@ class PackedSketches:
     def __init__(self, pack: GoldenPack):
         self._pack = pack
         try:
+            sketch = pack.manifest.get("sketch")
+            if not isinstance(sketch, dict) or (sketch.get("numbers"), sketch.get("step")) != (NUMBERS, STEP):
+                raise DecodeError("they are of another kind than this accprobe reads: upgrade it")
             found = decode(_Index, json.loads((pack.home / INDEX).read_bytes()))
             self.requests = found.requests
             self._lists = found.lists

@@ -52,12 +52,10 @@ from vllm_accprobe.dump.schema import (
     rank_dir,
     segment_name,
 )
+from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, PROMPTS, SKETCHES, VERSION
 from vllm_accprobe.golden.sketch import BYTES, NUMBERS, STEP, Sketch, signs_of
 from vllm_accprobe.whole_file import whole
 
-KIND = "accprobe golden pack"
-VERSION = 1
-MANIFEST, INDEX, SKETCHES, PROMPTS = "manifest.json", "sketches.json", "sketches.safetensors", "prompts.jsonl"
 MB = 1_000_000
 _RANDOM = 3
 """Chosen: random rows of a prompt, and as many of its answer, that are wanted in full."""
@@ -191,8 +189,9 @@ def pack(
         share *= 0.98 * limit / len(data)
     else:
         raise DumpError(f"{opened.path}: its pack takes {len(data):,} bytes at least, more than the {limit:,} allowed")
-    with whole(out) as part:
-        Path(part).write_bytes(data)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out, needed=len(data)) as part:
+        part.write_bytes(data)
     return replace(summary, bytes=len(data))
 
 
@@ -310,7 +309,7 @@ class _Packing:
         self.row_bytes = self._row_bytes()
         usual = np.median([h.cost for h in self.calls.values() if h.outer and h.cost] or [0])
         for held in self.calls.values():
-            held.outer = held.outer and held.cost <= _WIDE * usual
+            held.outer = held.outer and bool(held.cost <= _WIDE * usual)
 
     def _row_bytes(self) -> int:
         """Of one row of every tensor of text, as many ranks as there are."""
@@ -639,7 +638,8 @@ class _Sketches:
                 first += len(keys)
             p = by_name[name]
             places[place_name(unit.key)] = [p.name, p.width, p.first, p.rows]
-        rows, spans = [], []
+        rows: list[tuple[int, int]] = []
+        spans = []
         for keys_ in lists:
             spans.append([len(rows), len(keys_)])
             rows += [(k >> POSITION_BITS, k & POSITION_MASK) for k in keys_]
