@@ -189,7 +189,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, metavar="DIR", help="where the weights are (DIR/_models)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where results.json and .md go (with the pairs)")
     parser.add_argument("--no-replay", action="store_true", help="judge by comparing alone, without a replay")
-    parser.add_argument("--pack", type=Path, metavar="DIR", help="with --judge-only: judge by the goldens' packs, in DIR")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="with --judge-only: by packs of the goldens, in DIR")
     parser.add_argument("--show-held-out", action="store_true", help="list cases of the half that is held out, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
     parser.add_argument("--list", action="store_true", help="print the pairs and do nothing")

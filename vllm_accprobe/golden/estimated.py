@@ -77,7 +77,7 @@ class ComparedSides:
         if self.packs == (None, None):
             return result
         names = [str(p.path) if p else None for p in self.packs]
-        result = _renamed(result, names[0], names[1])
+        result = replace(_renamed(result, names[0], names[1]), origins=_with_earlier_rows(result))
         own = isinstance(standard, Standard) or standard in ("accprobe", "strict")
         found = _Estimates(self, result, taps, mapping) if own else None
         notes = [_about(side, p) for side, p in zip(("golden", "mine"), self.packs, strict=True) if p is not None]
@@ -93,6 +93,21 @@ def _about(side: str, pack: GoldenPack) -> str:
         f"{side} is a pack: its modules have {full:,} rows in full and {sketched:,} as sketches; the other rows of "
         "modules are not compared, and a row whose inputs it does not hold is never acquitted"
     )
+
+
+def _with_earlier_rows(result: Comparison) -> list[dict[str, Any]]:
+    """The origins. One that is inferred of a module that reads a request's earlier rows comes behind the others: a pack
+    does not hold these rows, and what was read may have differed there."""
+    assert result.measured is not None
+    mixing = result.measured.setting.mixing
+
+    def unsure(origin: dict[str, Any]) -> bool:
+        return bool(origin.get("evidence") == "jump" and mixing.get(origin["module"]))
+
+    said = "it reads earlier rows, which the pack does not hold: these may have differed"
+    entries = [o | {"shape": "; ".join(filter(None, (o.get("shape"), said)))} if unsure(o) else o
+               for o in result.origins]  # fmt: skip
+    return sorted(entries, key=unsure)
 
 
 def _renamed(result: Comparison, golden: str | None, mine: str | None) -> Comparison:

@@ -3,8 +3,8 @@
 The problem: a golden is gigabytes of somebody's prompts, and the team that needs one has no GPU. The idea: a zip file
 whose members are a dump of some rows (rows by rule, ``rows_wanted``), which everything that reads dumps reads, and
 sketches of others (sketch.py). What is read once a row (token ids, positions, the sampler's best logits) is there for
-all rows; of modules the outer calls come before the inner ones, and a call has the same rows in all of its tensors, so
-that it can be run again. A budget decides how many; all that is left out is counted. The dump's own words are written
+all rows; of modules the outer calls come before the inner ones, and all that are there have the same rows. A budget
+decides how many; all that is left out is counted. The dump's own words are written
 anew from what the reader understood, so that no path, host name or process number gets in. docs/golden.md says what is
 in a pack. Not here: reading (opened.py), the verdict of sketches (estimated.py), capturing no more than this (make.py).
 """
@@ -65,6 +65,10 @@ _WIDE = 4
 """Chosen: an outer call whose row is so many times the usual one (logits) waits with the inner calls."""
 _LINE = 26
 """Measured: bytes that a tensor's line takes in the packed journal."""
+_TRIES, _NEAR = 6, 0.9
+"""Chosen: how often a pack is made, until it takes so much of its budget."""
+_FULL_ROWS = 2
+"""Chosen: rows that must fit before a wider kind of call is kept in full."""
 _FEWEST = 16
 """Elements below which a row is no longer than its sketch."""
 SKETCH_SHARE = 0.25
@@ -180,15 +184,17 @@ def pack(
     text = _prompts(prompts)
     least = max(default_bytes(packing.row_bytes), packing.fixed_bytes(text) + MB // 2)  # of many prompts, tiny rows
     limit = least if max_bytes is None else max_bytes
-    share = 1.0
-    for _ in range(6):
-        members, summary = packing.members(int(limit * share), text)
-        data = _archive(members)
-        if len(data) <= limit:
+    share, data, summary = 1.0, b"", None
+    for _ in range(_TRIES):
+        members, made = packing.members(int(limit * share), text)
+        found = _archive(members)
+        if len(data) < len(found) <= limit:
+            data, summary = found, made
+        if summary is not None and (not made.left_out.get(BUDGET) or _NEAR * limit <= len(data)):
             break
-        share *= 0.98 * limit / len(data)
-    else:
-        raise DumpError(f"{opened.path}: its pack takes {len(data):,} bytes at least, more than the {limit:,} allowed")
+        share *= 0.98 * limit / len(found)
+    if summary is None:
+        raise DumpError(f"{opened.path}: its pack takes {len(found):,} bytes at least, more than the {limit:,} allowed")
     out.parent.mkdir(parents=True, exist_ok=True)
     with whole(out, needed=len(data)) as part:
         part.write_bytes(data)
@@ -306,6 +312,8 @@ class _Packing:
             for r in records:
                 maker = first.setdefault((r.rank, r.step, r.hash or f"{r.seq}"), (r.seq, r.role))
                 held.cost += row_bytes(r) if maker == (r.seq, r.role) else 0
+        self.partly = False
+        """Whether some calls have no full row: all rows are then sketched, of which these have."""
         self.row_bytes = self._row_bytes()
         usual = np.median([h.cost for h in self.calls.values() if h.outer and h.cost] or [0])
         for held in self.calls.values():
@@ -321,7 +329,7 @@ class _Packing:
 
     @cached_property
     def _where(self) -> dict[int, list[_Call]]:
-        """Calls by the key of a row that they have; of vision the keys of all rows."""
+        """Calls by the key of a wanted row that they have."""
         spaces: dict[tuple[int, int, str], list[_Call]] = defaultdict(list)
         for call, held in self.calls.items():
             spaces[call[0], call[1], held.records[0].rows or ""].append(call)
@@ -335,26 +343,46 @@ class _Packing:
                     found[key] += calls
         return found
 
+    def _kinds(self, room: int) -> set[str]:
+        """The kinds of calls, a tap without its numbers, of which `_FULL_ROWS` rows fit into ``room``: outer ones
+        first, and narrow ones before wide ones."""
+        cost: Counter[str] = Counter()
+        outer: dict[str, bool] = {}
+        seen: set[tuple[int, str, int]] = set()
+        for (rank, _, tap, call), held in self.calls.items():
+            if (rank, tap, call) not in seen and not (held.records[0].rows or "").startswith("vision"):
+                seen.add((rank, tap, call))
+                cost[kind_of_tap(tap)] += held.cost + _LINE * len(held.records)
+                outer[kind_of_tap(tap)] = held.outer
+        found: set[str] = set()
+        left = room / _FULL_ROWS
+        for kind in sorted(cost, key=lambda k: (not outer[k], cost[k])):
+            if cost[kind] <= left:
+                left -= cost[kind]
+                found.add(kind)
+        return found
+
     def _choose(self, room: int) -> set[int]:
         """Puts rows into the calls that `members` writes, at most ``room`` bytes of them; returns the keys of all rows
-        that some call has. Row n of outer calls comes before row log2(n) of all calls."""
+        that some call has. All calls that have any have the same: a judge that sees a module's output and not the
+        module's inside in that row would take what came in for what the module did."""
         for held in self.calls.values():
             held.rows = set()
-        turns = [(float(n), key, True) for n, key in enumerate(self.wanted)]
-        turns += [(2.0 ** (n + 1) - 0.5, key, False) for n, key in enumerate(self.wanted[:40])]
-        beyond = sum(len(self._where[key]) for key in self.wanted)
+        kinds = self._kinds(room)
+        self.partly = any(kind_of_tap(tap) not in kinds for _, _, tap, _ in self.calls)
         full: set[int] = set()
-        for _, key, outer in sorted(turns, key=lambda t: t[0]):
-            for call in sorted(self._where[key], key=lambda c: self.calls[c].cost):
-                held = self.calls[call]
-                if held.outer is not outer or key in held.rows:
-                    continue
-                cost = held.cost + (0 if held.rows else _LINE * len(held.records))
-                if cost <= room:
-                    room -= cost
-                    held.rows.add(key)
-                    full.add(key)
-                    beyond -= 1
+        beyond = 0
+        for key in self.wanted:
+            calls = [self.calls[c] for c in self._where[key] if kind_of_tap(c[2]) in kinds]
+            cost = sum(h.cost + (0 if h.rows else _LINE * len(h.records)) for h in calls)
+            if cost > room or not calls:
+                beyond += len(self._where[key])
+                continue
+            room -= cost
+            full.add(key)
+            for held in calls:
+                held.rows.add(key)
+            beyond += len(self._where[key]) - len(calls)
         self.left_out[BUDGET] = beyond
         return full | self._images(room)
 
@@ -398,8 +426,8 @@ class _Packing:
         kept = Counter(self.left_out)
         fixed = self._texts(prompts)
         room = max(limit - self.fixed_bytes(prompts), 0)
-        sketches = _Sketches(self, int(room * SKETCH_SHARE))
-        full = self._choose(int(room - sketches.bytes))
+        full = self._choose(int(room * (1 - SKETCH_SHARE)))
+        sketches = _Sketches(self, int(room * SKETCH_SHARE), full)
         index, numbers = sketches.made()
         taps = {tap for (_, _, tap, _), h in self.calls.items() if h.rows} | sketches.taps
         ranks: dict[str, bytes] = {}
@@ -487,7 +515,6 @@ class _Packing:
         """(lines of tensors, row spaces of chosen rows, their payload)."""
         lines: list[tuple[int, int, dict[str, Any]]] = []
         spaces: dict[tuple[int, str], RowSpace] = {}
-        known: dict[tuple[int, str, tuple[int, ...]], str] = {}
         data, placed = bytearray(), dict[str, int]()
 
         def add(r: Record, payload: bytes | None, rows: str | None, n: int) -> None:
@@ -518,7 +545,7 @@ class _Packing:
                     at = np.flatnonzero(np.isin(keys.keys, np.fromiter(held.rows, np.int64)) & keys.keep)
                     if not len(at):
                         continue
-                    name = self._space(rank, step, r.rows, at, known, spaces)
+                    name = self._space(rank, step, r.rows, at, spaces)
                     add(r, np.take(self.dump.read(r), at, r.row_dim).tobytes(), name, len(at))
                 elif (place := (r.tap, r.role, call)) in sketched and place not in shown:
                     shown.add(place)  # so that whoever reads the dump knows of the place
@@ -526,22 +553,18 @@ class _Packing:
         return [line for _, _, line in sorted(lines, key=lambda x: x[:2])], spaces, bytes(data)
 
     def _space(
-        self, rank: int, step: int, name: str, at: np.ndarray, known: dict[tuple[int, str, tuple[int, ...]], str],
-        spaces: dict[tuple[int, str], RowSpace],
+        self, rank: int, step: int, name: str, at: np.ndarray, spaces: dict[tuple[int, str], RowSpace]
     ) -> str:  # fmt: skip
-        """The name of the space of these rows of another, which is made where there is none: ``tokens/1``. Vision has
-        one for each of its spaces, which keeps its name."""
+        """The name of the space of these rows of another, which is made where there is none: ``tokens/full``. That of
+        images keeps its name, and takes the other's place."""
         old = self.dump.rows[rank, step, name]
         if len(at) == old.n:
             return name
-        where = step, name, tuple(at.tolist())
-        if where not in known:
-            vision = name.startswith("vision")
-            new = name if vision else f"{name}/{1 + sum(w[:2] == where[:2] for w in known)}"
+        new = name if name.startswith("vision") else f"{name}/full"
+        if (step, new) not in spaces:
             ids = tuple(old.ids[i] for i in at.tolist()) if old.ids else ()
             spaces[step, new] = RowSpace(step, new, old.src_rows, tuple(_picked(old, at)), ids)
-            known[where] = new
-        return known[where]
+        return new
 
 
 def _roles(held: _Held) -> set[str]:
@@ -574,6 +597,11 @@ def row_bytes(r: Record) -> int:
     return (r.payload.nbytes if r.payload else 0) // max(r.shape[r.row_dim], 1)
 
 
+def kind_of_tap(tap: str) -> str:
+    """A tap without its numbers: the same in all layers."""
+    return re.sub(r"\d+", "*", tap)
+
+
 _LAYER = re.compile(r"\.\d+(?:\.|$)")
 
 
@@ -587,7 +615,7 @@ class _Sketches:
     """Sketches of as many rows as ``room`` bytes allow, of every tensor of text that is a float. Inputs that are an
     earlier output to the bit, in every step, have that output's."""
 
-    def __init__(self, packing: _Packing, room: int):
+    def __init__(self, packing: _Packing, room: int, full: set[int]):
         self._packing, self._loader = packing, Loader(packing.dump, 1 << 28)
         self.left_out = packing.left_out
         self._units: list[tuple[Unit, str]] = []
@@ -606,10 +634,9 @@ class _Sketches:
             prints = tuple((g.moment, g.fingerprint or id(g)) for g in groups)
             self._units.append((unit, made.setdefault(prints, place_name(unit.key))))
         names = {name for _, name in self._units}
-        count = min(int(room / (BYTES * max(len(names), 1))), len(packing.order))
-        self.rows = packing.order[:count]
-        self.left_out[SKETCH_BUDGET] = (len(packing.order) - count) * len(names)
-        self.bytes = len(self.rows) * len(names) * BYTES
+        order = [key for key in packing.order if packing.partly or key not in full]
+        self.rows = order[: int(room / (BYTES * max(len(names), 1)))]
+        self.left_out[SKETCH_BUDGET] = (len(order) - len(self.rows)) * len(names)
         self.keys_of = {unit.key: None for unit, _ in self._units} if self.rows else {}
         self.taps = {unit.key[0] for unit, _ in self._units} if self.rows else set()
 
@@ -626,8 +653,7 @@ class _Sketches:
         for unit, name in self._units if len(wanted) else ():
             if name not in by_name:
                 found = self._unit(unit, name, wanted[~np.isin(wanted, full[name])])
-                if found is None:
-                    self.left_out[UNREADABLE] += 1
+                if found is None:  # it has no row here, or is in full
                     continue
                 keys, sketch, width = found
                 norm, number = sketch.packed()
@@ -679,13 +705,16 @@ class _Sketches:
                 for key, norm, number in zip(there.keys[at].tolist(), some.norm, some.numbers, strict=True):
                     kept[key] = norm, number
         except Unread:
+            self.left_out[UNREADABLE] += 1
             return None
         finally:
             self._loader.forget()
+        if signs is None:
+            return None
         keys = sorted(kept)
         norm = np.array([kept[k][0] for k in keys])
         numbers = np.array([kept[k][1] for k in keys]).reshape(-1, NUMBERS)
-        return np.array(keys, np.int64), Sketch(norm, numbers, np.zeros(len(keys))), 0 if signs is None else len(signs)
+        return np.array(keys, np.int64), Sketch(norm, numbers, np.zeros(len(keys))), len(signs)
 
     def _numbers(self) -> list[list[int]]:
         """(rank, number) of each request, by which a reader finds it."""

@@ -289,6 +289,8 @@ class ModuleParameters:
                 value = self._read(record)
             if value is not None:
                 found[name] = value
+            else:  # the module has it: a formula without it would be another one
+                why[name] = why.get(name) or f"parameter {name} was not captured"
         self._known[rank, tap] = params = Params(found, {n: w for n, w in why.items() if w})
         return params
 
