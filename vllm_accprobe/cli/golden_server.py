@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,12 +115,13 @@ def make(what: MakeOptions, how: WorkOptions) -> None:
 
 def _line(words: Sequence[str]) -> str:
     """The command: MODEL and options of vllm serve, or all of it. Raises CommandError."""
+    from vllm_accprobe.gate.served_run import serves
+
     if not words:
         raise CommandError("no model is named; write `accprobe golden make MODEL --out X.golden`")
     if len(words) == 1 and " " in words[0]:
         return words[0]
-    whole = "serve" in words or any("vllm" in word for word in words[:2] if "=" not in word and len(words) > 1)
-    return shlex.join(words if whole else ["vllm", "serve", *words])
+    return shlex.join(words if serves(words) else ["vllm", "serve", *words])
 
 
 def check(what: CheckOptions, how: WorkOptions) -> None:
@@ -161,10 +161,10 @@ def _compared(golden: Path, mine: Path, out: Path) -> int:
     from vllm_accprobe.children import Child
 
     words = ["compare", str(golden), str(mine), "--out", str(out)]
-    with Child("vllm_accprobe.cli", *words, stdout=subprocess.PIPE, stderr=sys.stderr) as child:
+    with Child("vllm_accprobe.cli", *words, stdout=subprocess.PIPE) as child:
         stdout, _ = child.communicate()
     typer.echo(stdout.rstrip("\n"))
-    return child.returncode
+    return child.returncode if child.returncode >= 0 else 2
 
 
 COMMANDS = ((make, "Serve a model, and write a pack of what it computes"),

@@ -70,4 +70,4 @@ def answers_sentence(answers: Gate | None) -> str:
     if not cell.worst:
         return f"answers: equal to the bit in {cell.n:,} tokens"
     return (f"answers: log-probabilities of {cell.n:,} tokens are apart by {cell.median:.2g} nats in the median, "
-            f"{cell.worst:.2g} at most; the best token is another one in {cell.flips:,}")  # fmt: skip
+            f"{cell.worst:.2g} at most")  # fmt: skip
