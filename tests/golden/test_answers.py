@@ -118,7 +118,8 @@ def pixels(data: bytes) -> tuple[int, int, bytes]:
         at += 12 + n
     rows = zlib.decompress(body)
     line = 1 + 3 * size[0]
-    assert len(rows) == line * size[1] and not any(rows[::line])
+    assert len(rows) == line * size[1]
+    assert not any(rows[::line])
     return (*size, b"".join(rows[y * line + 1 : (y + 1) * line] for y in range(size[1])))
 
 
@@ -143,7 +144,8 @@ def test_ids_by_formula_lie_in_the_vocabulary(vocabulary: int) -> None:
     lines = prompts.by_formula(vocabulary)
     assert [len(line.token_ids or ()) for line in lines] == list(prompts.LENGTHS)
     ids = [i for line in lines for i in line.token_ids or ()]
-    assert min(ids) >= 3 and max(ids) < vocabulary
+    assert min(ids) >= 3
+    assert max(ids) < vocabulary
     if vocabulary > 4:
         assert lines[1].token_ids[:7] * 2 == lines[1].token_ids[:14]  # type: ignore[index]
         assert len(set(lines[4].token_ids or ())) > 100

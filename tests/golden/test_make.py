@@ -175,12 +175,12 @@ def test_make_sends_three_times_and_packs_what_was_verified(machine: Machine, ca
     assert out.startswith("reproduced to the bit: ")
     assert "wrote x.golden (" in out
     assert machine.starts == ["vllm serve M --a=1"]
-    by_request = {name: selection for name, selection in machine.asked}
+    by_request = dict(machine.asked)
     on = {name for name, selection in by_request.items() if selection is not None and selection.on}
     assert on == {"p0", "p1", "text", "p0.again", "p1.again", "text.again", MEASURED}
     assert by_request["p0"].requests == ("p0", "p1", "text")
     assert by_request["p0.again"].requests == ("p0.again", "p1.again", "text.again")
-    free = [selection for name, selection in machine.asked if name == "p0"][0]
+    free = next(selection for name, selection in machine.asked if name == "p0")
     assert free is None  # golden's own answers come before anything is captured
     assert main(["golden", "verify", "x.golden"]) == 0
     assert main(["golden", "make", "M", "--out", "y.golden", "--prompts", "prompts.jsonl", "--keep", "work"]) == 2
