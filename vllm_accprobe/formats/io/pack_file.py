@@ -116,7 +116,7 @@ def _manifest(path: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise DecodeError(f"it is not one of a {KIND}")
+            raise DecodeError(f"it is not that of an {KIND}")
         if found.get("schema") != VERSION:
             raise DecodeError(f"its schema is {str(found.get('schema'))[:20]}, and this accprobe reads {VERSION}: "
                               "upgrade it")  # fmt: skip
