@@ -18,7 +18,7 @@ import typer
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.options import argument, option
-from vllm_accprobe.cli.output import answer, say_written
+from vllm_accprobe.cli.output import answer, say_notes, say_written
 from vllm_accprobe.refusals import CommandError, NothingThere
 
 REPORT = "report"
@@ -146,25 +146,29 @@ def check(what: CheckOptions, how: WorkOptions) -> None:
         except OtherIds as e:
             raise NothingThere(str(e)) from None
         typer.echo(golden.answers_sentence(done.answers))
+        if note := golden.noise_sentence(done.noise):
+            say_notes([note])
         for text in servers.rendered_lines(done.answers.rendering) if done.answers and done.answers.rendering else ():
             typer.echo(text)
-        code = _compared(what.pack, done.dump, work / REPORT)
+        code, found = _compared(what.pack, done.dump, work / REPORT)
         if how.keep is not None:
             say_written(work, about="the dump, the answers, the report")
     rendered = done.answers is not None and done.answers.verdict == "fail"
-    answer(pack=what.pack, answers=None if done.answers is None else servers.gap_json(done.answers))
+    answer(pack=what.pack, answers=None if done.answers is None else servers.gap_json(done.answers),
+           verdict=found.get("verdict"), origins=found.get("origins"))  # fmt: skip
     raise typer.Exit(max(code, 1) if rendered and code in (0, 1) else code)
 
 
-def _compared(golden: Path, mine: Path, out: Path) -> int:
-    """The exit code of `accprobe compare`, in a process of its own, whose memory goes with it."""
+def _compared(golden: Path, mine: Path, out: Path) -> tuple[int, dict[str, Any]]:
+    """(exit code, compare.json) of `accprobe compare`, in a process of its own, whose memory goes with it."""
     from vllm_accprobe.children import Child
+    from vllm_accprobe.dump.decode import object_in
 
     words = ["compare", str(golden), str(mine), "--out", str(out)]
     with Child("vllm_accprobe.cli", *words, stdout=subprocess.PIPE) as child:
         stdout, _ = child.communicate()
     typer.echo(stdout.rstrip("\n"))
-    return child.returncode if child.returncode >= 0 else 2
+    return (child.returncode if child.returncode >= 0 else 2), object_in(out / "compare.json", 1 << 28)
 
 
 COMMANDS = ((make, "Serve a model, and write a pack of what it computes"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.localize import RowSizes
@@ -30,10 +31,12 @@ _ROWS = 0.7
 
 @dataclass(frozen=True)
 class Checked:
-    """answers: golden's and mine's, compared; None where no token of both has numbers. dump: of mine."""
+    """answers: golden's and mine's, compared; None where no token of both has numbers. dump: of mine. noise: of golden
+    from itself (make.Noise, as JSON)."""
 
     answers: Gate | None
     dump: Path
+    noise: Mapping[str, Any]
 
 
 def check(
@@ -59,7 +62,16 @@ def check(
         answers = gating.compare(sent, mine, [])
     except gating.GateError:
         answers = None
-    return Checked(answers, server.dump)
+    return Checked(answers, server.dump, head.noise)
+
+
+def noise_sentence(noise: Mapping[str, Any]) -> str:
+    """That golden did not give the same bits twice; "" where it did. noise: a stranger's."""
+    sizes = noise.get("worst")
+    if noise.get("reproduced") is True or not isinstance(sizes, dict):
+        return ""
+    worst = [v[0] for v in sizes.values() if isinstance(v, list) and v and isinstance(v[0], float)]
+    return "golden differs from itself in a second pass" + (f", by {max(worst):.2g} at most" if worst else "")
 
 
 def answers_sentence(answers: Gate | None) -> str:
