@@ -45,7 +45,7 @@ def test_rows_are_drawn_by_seed_and_prompt_and_begin_with_all_kinds() -> None:
     assert first.of(0) != rows_wanted(shapes, 1).of(0)
 
 
-@pytest.mark.parametrize(("row", "least", "most"), [(4 * MB, 7.9, 8.0), (30 * MB, 20, 25), (10_000, 0.2, 0.3)])
+@pytest.mark.parametrize(("row", "least", "most"), [(5.66 * MB, 7.9, 8.0), (28 * MB, 20, 25), (10_000, 0.2, 0.3)])
 def test_default_sizes(row: int, least: float, most: float) -> None:
     """Of a 7B model, a 70B and a very small one."""
     assert least * MB <= default_bytes(row) <= most * MB

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,37 @@ REPORT = "report"
 
 
 @dataclass(frozen=True)
-class WorkOptions:
+class PackFileOptions:
+    """The pack that is written."""
+
+    out: Path = option("--out -o", ..., "The file to write, MODEL_vllm-VERSION.golden.", metavar="FILE")
+    max_mb: float | None = option("--max-mb", None, "Largest size of the file; by default by the size of the model: 8 "
+                                  "for 7B, 25 for 70B.", min=0.01, metavar="MB")  # fmt: skip
+    seed: int = option("--seed", 0, "Draws the random rows and the sketches' signs: packs that are to be compared have "
+                       "the same.", metavar="N")  # fmt: skip
+
+    @property
+    def max_bytes(self) -> int | None:
+        return None if self.max_mb is None else int(self.max_mb * 1e6)
+
+    def check(self, dumps: Iterable[Path] = ()) -> None:
+        """Before anything is read or started. Raises CommandError where the file cannot be written, or is another one
+        than a pack."""
+        from vllm_accprobe.formats.io.pack_file import begins_as_pack
+
+        places.check_place(self.out, dumps)
+        places.check_own(self.out, begins_as_pack, "--out")
+        places.writable(self.out.parent)
+
+
+@dataclass(frozen=True)
+class GoldenWorkOptions:
     """What both commands need for a server that they start."""
 
     keep: Path | None = option("--keep", None, "A new folder for the dump, the answers and the server's log. Default: "
                                "nothing is kept.", metavar="DIR")  # fmt: skip
     max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
-    model: str = option("--model", "", "The model's name, where the server has several.", metavar="NAME")
+    model: str = option("--model", "", "Where a server has several; the first by default.", metavar="NAME")
     timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
     ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
                           min=1)  # fmt: skip
@@ -66,11 +90,7 @@ class MakeOptions:
 
     model_and_options: list[str] = argument("MODEL [-- OPTIONS...]", "A model and options of vllm serve, or -- vllm "
                                             "serve MODEL ....")  # fmt: skip
-    out: Path = option("--out -o", ..., "Where the results go: the pack.", metavar="FILE")
     prompts: str | None = options.prompts()
-    max_mb: float | None = option("--max-mb", None, "Size of the pack. Default: by the model's size.", min=0.1,
-                                  metavar="MB")  # fmt: skip
-    seed: int = options.seed()
 
 
 @dataclass(frozen=True)
@@ -81,7 +101,7 @@ class CheckOptions:
     command: list[str] = argument("-- CMD...", "vllm serve MODEL ....")
 
 
-def make(what: MakeOptions, how: WorkOptions) -> None:
+def make(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOptions) -> None:
     """Serve a model, send public prompts, and write a golden pack of what they compute.
 
     The prompts are sent three times: freely, captured along these answers, and captured once more. Equal bytes mean
@@ -93,21 +113,18 @@ def make(what: MakeOptions, how: WorkOptions) -> None:
     from vllm_accprobe.report.text import count, size
 
     line = _line(what.model_and_options)
-    places.check_place(what.out)
-    if what.out.is_dir():
-        raise CommandError(f"--out {what.out} is a directory: name a file")
+    file.check()
     model = preflight.model_of(preflight.command_of(line, os.environ)) or ""
-    limit = None if what.max_mb is None else int(what.max_mb * 1e6)
     with how.work() as work:
-        done = made_pack(line, model, what.out, work, how.settings(what.prompts or ""), os.environ,
-                         gigabytes=how.max_gb, max_bytes=limit, seed=what.seed)  # fmt: skip
+        done = made_pack(line, model, file.out, work, how.settings(what.prompts or ""), os.environ,
+                         gigabytes=how.max_gb, max_bytes=file.max_bytes, seed=file.seed)  # fmt: skip
     found = done.pack
-    answer(pack=what.out, bytes=found.bytes, prompts=done.prompts, taps=found.taps, rows_full=found.rows_full,
+    answer(pack=file.out, bytes=found.bytes, prompts=done.prompts, taps=found.taps, rows_full=found.rows_full,
            rows_sketched=found.rows_sketched, left_out=dict(found.left_out), noise=done.noise.to_json(),
            captured_bytes=done.captured, seconds=done.seconds)  # fmt: skip
     typer.echo(done.noise.sentence)
     rows = f"{count(found.rows_full, 'row')} in full, {found.rows_sketched:,} as sketches"
-    say_written(what.out, about=f"{size(found.bytes)}, {count(done.prompts, 'prompt')}, {count(found.taps, 'tap')}, "
+    say_written(file.out, about=f"{size(found.bytes)}, {count(done.prompts, 'prompt')}, {count(found.taps, 'tap')}, "
                 f"{rows}; {size(done.captured)} captured, {done.seconds:.0f} s")  # fmt: skip
     for why, n in found.left_out.items():
         typer.echo(f"left out: {n:,} rows of tensors: {why}")
@@ -124,7 +141,7 @@ def _line(words: Sequence[str]) -> str:
     return shlex.join(words if serves(words) else ["vllm", "serve", *words])
 
 
-def check(what: CheckOptions, how: WorkOptions) -> None:
+def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
     """Serve a model with the probe on, send a pack's token ids, and compare with the pack.
 
     Answers are compared first, then every captured row; what differs is replayed, and the operator that introduced the

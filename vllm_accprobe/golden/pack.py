@@ -60,7 +60,7 @@ MB = 1_000_000
 _RANDOM = 3
 """Chosen: random rows of a prompt, and as many of its answer, that are wanted in full."""
 _ONCE_A_ROW = 256
-"""Chosen: bytes of a row up to which a tensor of the model's root or the sampler is kept whole."""
+"""Chosen: bytes of a row up to which a tensor of the sampler, or integers of the model's root, are kept whole."""
 _WIDE = 4
 """Chosen: an outer call whose row is so many times the usual one (logits) waits with the inner calls."""
 _LINE = 26
@@ -151,9 +151,9 @@ def by_draw(positions: Iterable[int], prompt: str, seed: int) -> list[int]:
 
 
 def default_bytes(row: int) -> int:
-    """The budget for a model of which one row of every tensor has ``row`` bytes: 8 MB where a row has 4 MB (7B), 25 MB
-    where it has 30 MB (70B). chosen: the power between the two, and a quarter of a megabyte at least."""
-    return int(min(max(8 * MB * (row / (4 * MB)) ** 0.56, MB / 4), 32 * MB))
+    """The budget for a model of which one row of every tensor has ``row`` bytes: 8 MB where a row has 5.7 MB (7B), 24
+    MB where it has 28 MB (70B). chosen: the power between the two, and a quarter of a megabyte at least."""
+    return int(min(max(8 * MB * (row / (5.7 * MB)) ** 0.69, MB / 4), 32 * MB))
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class _Packing:
                 self.left_out[UNREADABLE] += 1
             elif r.rows is None or self.keys.get((r.rank, r.step, r.rows)) is None:
                 self.left_out[NO_ROWS] += 1
-            elif r.tap in (ROOT_TAP, SAMPLER) and row_bytes(r) <= _ONCE_A_ROW:
+            elif row_bytes(r) <= _ONCE_A_ROW and is_once_a_row(r):
                 self.entire.append(r)
             else:
                 found[r.rank, r.step, r.tap, r.call].append(r)
@@ -344,8 +344,7 @@ class _Packing:
         return found
 
     def _kinds(self, room: int) -> set[str]:
-        """The kinds of calls, a tap without its numbers, of which `_FULL_ROWS` rows fit into ``room``: outer ones
-        first, and narrow ones before wide ones."""
+        """The kinds of calls, a tap without its numbers, that are kept in full."""
         cost: Counter[str] = Counter()
         outer: dict[str, bool] = {}
         seen: set[tuple[int, str, int]] = set()
@@ -354,13 +353,7 @@ class _Packing:
                 seen.add((rank, tap, call))
                 cost[kind_of_tap(tap)] += held.cost + _LINE * len(held.records)
                 outer[kind_of_tap(tap)] = held.outer
-        found: set[str] = set()
-        left = room / _FULL_ROWS
-        for kind in sorted(cost, key=lambda k: (not outer[k], cost[k])):
-            if cost[kind] <= left:
-                left -= cost[kind]
-                found.add(kind)
-        return found
+        return first_kinds(cost, outer, room)
 
     def _choose(self, room: int) -> set[int]:
         """Puts rows into the calls that `members` writes, at most ``room`` bytes of them; returns the keys of all rows
@@ -592,9 +585,26 @@ def _picked(space: RowSpace, at: np.ndarray) -> list[Segment]:
     return found
 
 
+def is_once_a_row(r: Record) -> bool:
+    """Whether a tensor is the sampler's, or holds integers of the model's root: token ids and positions."""
+    return r.tap == SAMPLER or (r.tap == ROOT_TAP and DTYPES[r.dtype].kind == "int")
+
+
 def row_bytes(r: Record) -> int:
     """Of one row of a tensor with rows."""
     return (r.payload.nbytes if r.payload else 0) // max(r.shape[r.row_dim], 1)
+
+
+def first_kinds(cost: Mapping[str, int], outer: Mapping[str, bool], room: float) -> set[str]:
+    """The kinds of calls of which `_FULL_ROWS` rows fit into ``room`` bytes: outer ones first, narrow before wide.
+    cost: of a row."""
+    found: set[str] = set()
+    left = room / _FULL_ROWS
+    for kind in sorted(cost, key=lambda k: (not outer[k], cost[k])):
+        if cost[kind] <= left:
+            left -= cost[kind]
+            found.add(kind)
+    return found
 
 
 def kind_of_tap(tap: str) -> str:

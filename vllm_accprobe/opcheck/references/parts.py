@@ -18,7 +18,7 @@ import torch
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.calls.case import mapped
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, decline_if
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 
 
 class Arguments(dict[str, Any]):
@@ -128,10 +128,8 @@ def weight_here(call: Call) -> Any:
 
 
 def param_if(call: Call, name: str) -> Any | None:
-    """A parameter in float64; None where the module has none of this name. Raises Declined where it was packed, or is
-    not here."""
-    missing = name in call.params.why if isinstance(call.params, Params) else False
-    return call.param(name) if missing or name in call.params else None
+    """A parameter in float64; None where the module has none of this name. Raises Declined where it was packed."""
+    return call.param(name) if name in call.params else None
 
 
 def unit_of(*tensors: Any) -> float:
