@@ -73,6 +73,8 @@ _FEWEST = 16
 """Elements below which a row is no longer than its sketch."""
 SKETCH_SHARE = 0.25
 """Chosen: of the budget, what sketches may take."""
+IMAGE_SHARE = 0.25
+"""Chosen: of what full rows may take, those of images at most."""
 BUDGET, NARROW, NO_ROWS, OPERATORS, IMAGES, WEIGHT_ROWS, PARAMETERS, UNREADABLE = (
     "full rows beyond the budget", "sketches of integers, or of rows of fewer than 16 elements",
     "tensors without rows", "tensors of operator calls", "sketches of images' rows",
@@ -361,6 +363,9 @@ class _Packing:
         module's inside in that row would take what came in for what the module did."""
         for held in self.calls.values():
             held.rows = set()
+        self.left_out[BUDGET] = 0
+        images, spent = self._images(int(room * IMAGE_SHARE))
+        room -= spent
         kinds = self._kinds(room)
         self.partly = any(kind_of_tap(tap) not in kinds for _, _, tap, _ in self.calls)
         full: set[int] = set()
@@ -376,32 +381,37 @@ class _Packing:
             for held in calls:
                 held.rows.add(key)
             beyond += len(self._where[key]) - len(calls)
-        self.left_out[BUDGET] = beyond
-        return full | self._images(room)
+        self.left_out[BUDGET] += beyond
+        return full | images
 
-    def _images(self, room: int) -> set[int]:
-        """Rows of images: the first, the last and some drawn of each, in all calls or in none."""
+    def _images(self, room: int) -> tuple[set[int], int]:
+        """(rows of images, their bytes): of each the first, the last and some drawn, or as many of these as fit; in all
+        calls or in none. They come before those of text, which would leave nothing."""
         spaces: dict[tuple[int, int, str], list[_Held]] = defaultdict(list)
         for call, held in self.calls.items():
             if (held.records[0].rows or "").startswith("vision"):
                 spaces[call[0], call[1], held.records[0].rows or ""].append(held)
         found: set[int] = set()
+        left = room
         for space, calls in spaces.items():
             rows = self.keys[space]
             assert rows is not None
             each: dict[int, list[int]] = defaultdict(list)
             for key in rows.keys[rows.keep].tolist():
                 each[key >> POSITION_BITS].append(key)
-            keys = {k for of in each.values() for k in (min(of), max(of), *by_draw(of, "", self.seed)[:_RANDOM])}
-            cost = sum(h.cost * len(keys) + _LINE * len(h.records) for h in calls)
-            if cost <= room:
-                room -= cost
-                found |= keys
-                for held in calls:
-                    held.rows = set(keys)
+            order = [[min(of), max(of), *by_draw(of, "", self.seed)[:_RANDOM]] for of in each.values()]
+            for many in (2 + _RANDOM, 2, 1):
+                keys = {k for of in order for k in of[:many]}
+                cost = sum(h.cost * len(keys) + _LINE * len(h.records) for h in calls)
+                if cost <= left:
+                    left -= cost
+                    found |= keys
+                    for held in calls:
+                        held.rows = set(keys)
+                    break
             else:
                 self.left_out[BUDGET] += len(keys) * len(calls)
-        return found
+        return found, room - left
 
     # --- the file ------------------------------------------------------------------------------------------------
 
