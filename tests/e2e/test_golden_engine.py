@@ -13,6 +13,7 @@ from tiny_model import make
 from vllm_server import ENV, SMALL
 
 from vllm_accprobe.cli import main
+from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.formats.io.pack_file import begins_as_pack
 
 pytestmark = pytest.mark.engine
@@ -33,13 +34,20 @@ def test_a_fault_is_found_with_a_pack_alone(
     lines: list[dict[str, Any]] = [{"id": "text", "prompt": "one two three four"}]
     lines += [{"id": f"ids{n}", "token_ids": [7 + i * n % 400 for i in range(n)]} for n in (5, 30, 90)]
     Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["golden", "make", str(model), "--out", "x.golden", "--prompts", "prompts.jsonl", "--", *OPTIONS]
-    assert main(words) == 0, capfd.readouterr().err
+    words = ["golden", "make", str(model), "--out", "x.golden", "--prompts", "prompts.jsonl", "--keep", "golden"]
+    assert main([*words, "--max-gb", "0.006", "--", *OPTIONS]) == 0, capfd.readouterr().err
     said = capfd.readouterr()
     assert said.out.startswith("reproduced to the bit: ")
     assert "4 prompts" in said.out
     with open("x.golden", "rb") as file:
         assert begins_as_pack(file.read(64))
+    dump = open_dump(Path("golden/dump"))
+    rows = {dump.requests[rank, s.req].id: 0 for (rank, _, _), space in dump.rows.items() for s in space.segments}
+    for (rank, _, name), space in dump.rows.items():
+        for s in space.segments if name == "tokens" else ():
+            rows[dump.requests[rank, s.req].id] += s.n
+    assert rows["ids5"] == rows["ids5.again"] == 5 + 7  # whole: the last of eight tokens is not computed
+    assert 0 < rows["ids90"] == rows["ids90.again"] < 40  # the rows of a pack alone
     monkeypatch.setenv("ACCPROBE_FAULT", json.dumps(FAULT))
     code = main(["golden", "check", "x.golden", "--keep", "mine", "--", "vllm", "serve", str(model), *OPTIONS])
     said = capfd.readouterr()

@@ -31,16 +31,19 @@ from vllm_accprobe.golden.pack import RequestShape
 SHAPES = {"long": RequestShape(100, 3), "short": RequestShape(10, 3), "middle": RequestShape(30, 3, (15,))}
 
 
-@pytest.mark.parametrize(("left", "cut"), [
-    (1e9, []),
-    (1490.0 + 12, []),  # all 149 rows, and the sampled ones
-    (1501.0, ["long"]),
-    (700.0, ["long"]),
-    (400.0, ["long", "middle"]),
-    (0.0, ["long", "middle", "short"]),
+@pytest.mark.parametrize(("left", "how", "cut"), [
+    (1e9, {}, []),
+    (1490.0 + 12, {}, []),  # all 149 rows, and the sampled ones
+    (1501.0, {}, ["long"]),
+    (1502.0, {"times": 2}, ["long"]),
+    (700.0, {}, ["long"]),
+    (400.0, {}, ["long", "middle"]),
+    (0.0, {}, ["long", "middle", "short"]),
+    (1e9, {"most": 500.0}, ["long"]),
+    (1e9, {"most": 0.0}, ["long", "middle", "short"]),
 ])  # fmt: skip
-def test_whole_requests_while_they_fit_and_rows_of_the_others(left: float, cut: list[str]) -> None:
-    rows = rows_to_capture(SHAPES, RowSizes(10.0, 1.0, left), 0)
+def test_whole_requests_while_they_fit_and_rows_of_the_others(left: float, how: Any, cut: list[str]) -> None:
+    rows = rows_to_capture(SHAPES, RowSizes(10.0, 1.0, left), 0, **how)
     assert sorted(rows) == cut
     for name, found in rows.items():
         positions = [p for p, _ in found]

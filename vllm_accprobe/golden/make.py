@@ -1,11 +1,10 @@
 """From a model to a golden pack: serve it, send the prompts, capture what the pack stores, and do it once more.
 
-The problem: a pack needs few rows of few prompts, and a capture of everything may exceed the disk; a pack is worth
-nothing where the golden machine itself does not give the same numbers twice. The idea: the server starts disarmed. A
-first pass answers freely and gives token ids and log-probabilities; then the same prompts are sent along those tokens,
-captured: whole requests while they fit into the budget, shortest first, of the others the rows that the pack stores in
-full (arm.json's ``rows``). A last pass repeats the capture on the same server, with a fresh prefix cache and fresh
-images; equal hashes mean equal bits.
+The problem: a pack needs few rows, and a capture of everything may exceed the disk; a pack is worth nothing where the
+golden machine itself does not give the same numbers twice. The idea: the server starts disarmed. A first pass answers
+freely and gives token ids and log-probabilities; then the same prompts are sent along those tokens, captured: the rows
+that a pack may store in full (arm.json's ``rows``), and whole requests while they are small. A last pass repeats the
+capture on the same server, with a fresh prefix cache and fresh images; equal hashes mean equal bits.
 
 Elsewhere: the pack's file (pack.py), the same prompts to another server (check.py), prompts (prompts.py).
 """
@@ -48,6 +47,9 @@ DUMP, ANSWERS, CAPTURED, AGAIN = "dump", "answers", "captured", "again"
 """Folders of the work: the capture, and three folders of `send`."""
 TEXT = "answers.jsonl"
 """What goes into the pack of the first of these."""
+_WHOLE = 256e6
+"""Chosen: bytes of rows that are captured beyond those that a pack stores in full: for a 7B model none, of which a pack
+has 2 rows in full and 129 sketches."""
 _VOCABULARY = 500
 """Chosen: of a model whose config.json names none."""
 
@@ -162,13 +164,15 @@ def shapes_of(golden: Sent, work: Path) -> dict[str, RequestShape]:
     return found
 
 
-def rows_to_capture(shapes: Mapping[str, RequestShape], sizes: RowSizes, seed: int) -> dict[str, Ranges]:
+def rows_to_capture(
+    shapes: Mapping[str, RequestShape], sizes: RowSizes, seed: int, *, times: int = 1, most: float = float("inf")
+) -> dict[str, Ranges]:
     """By prompt the positions that are captured, those that a pack stores in full, of the prompts that do not fit whole
-    into what ``sizes`` leaves; {}: all fit."""
+    into what ``sizes`` leaves; {}: all fit. times: the rows are captured so often; most: bytes of whole requests."""
     choice = rows_wanted([*shapes.values()], seed)
     chosen = {name: choice.of(i) for i, name in enumerate(shapes)}
     sampled = {name: (shape.generated + 1) * sizes.sampled for name, shape in shapes.items()}
-    left = sizes.left - sum(len(chosen[name]) * sizes.row + sampled[name] for name in shapes)
+    left = min(sizes.left / times - sum(len(chosen[name]) * sizes.row + sampled[name] for name in shapes), most)
     found = {}
     for name, shape in sorted(shapes.items(), key=lambda item: item[1].prompt_len):
         more = (shape.prompt_len + shape.generated - len(chosen[name])) * sizes.row
@@ -296,8 +300,7 @@ def make(
         with waiting(lambda: "measuring a row", how.say):
             plain = next((line for line in passes.forced_lines(answers) if line.token_ids is not None), _PLAIN)
             sizes = measured(server.sender, server.dump, plain, gigabytes * 1e9 * SPARE) or RowSizes(0.0, 0.0, 0.0)
-        sizes = replace(sizes, left=sizes.left / 2)  # the rows are captured twice
-        rows = rows_to_capture(shapes_of(answers, work), sizes, seed)
+        rows = rows_to_capture(shapes_of(answers, work), sizes, seed, times=2, most=_WHOLE)
         first = server.captured(CAPTURED, answers, rows)
         second = server.captured(AGAIN, answers, rows, f".{AGAIN}")
     how.say("comparing the two captures, and packing the first")
