@@ -15,6 +15,7 @@ from vllm_server import ENV, SMALL
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.formats.io.pack_file import begins_as_pack
+from vllm_accprobe.golden import make as golden
 
 pytestmark = pytest.mark.engine
 FAULTS = Path(__file__).resolve().parents[2] / "lab" / "planted"
@@ -35,7 +36,8 @@ def test_a_fault_is_found_with_a_pack_alone(
     lines += [{"id": f"ids{n}", "token_ids": [7 + i * n % 400 for i in range(n)]} for n in (5, 30, 90)]
     Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["golden", "make", str(model), "--out", "x.golden", "--prompts", "prompts.jsonl", "--keep", "golden"]
-    assert main([*words, "--max-gb", "0.006", "--", *OPTIONS]) == 0, capfd.readouterr().err
+    monkeypatch.setattr(golden, "_WHOLE", 1e6)
+    assert main([*words, "--", *OPTIONS]) == 0, capfd.readouterr().err
     said = capfd.readouterr()
     assert said.out.startswith("reproduced to the bit: ")
     assert "4 prompts" in said.out

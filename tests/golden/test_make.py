@@ -132,6 +132,25 @@ def test_only_the_first_pass_is_packed(tmp_path: Path) -> None:
     assert {step for _, step in dump.steps} == {r.step for r in dump.records if r.step is not None}
 
 
+@pytest.mark.parametrize(("records", "stop", "says"), [
+    (True, "", ""),
+    (True, "the budget of 0.1 GB is spent", "the capture is not whole: the budget of 0.1 GB is spent; raise --max-gb"),
+    (False, "", "the capture is not whole: no tensor was captured"),
+])  # fmt: skip
+def test_half_a_capture_is_no_pack(records: bool, stop: str, says: str, tmp_path: Path) -> None:
+    dump = twice()
+    dump.records = dump.records if records else []
+    write(dump, tmp_path / "dump")
+    if stop:
+        with (tmp_path / "dump" / "rank0000" / "journal.jsonl").open("a") as journal:
+            journal.write(json.dumps({"event": "stop", "reason": stop}) + "\n")
+    if not says:
+        golden.opened(tmp_path).close()
+        return
+    with pytest.raises(golden.GoldenError, match=says):
+        golden.opened(tmp_path)
+
+
 # --- from a command to a file, and back ---
 
 

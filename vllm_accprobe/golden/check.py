@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.localize import RowSizes
 from vllm_accprobe.gate.measure import gating
 from vllm_accprobe.gate.measure.gating import Gate
 from vllm_accprobe.gate.sending import passes
 from vllm_accprobe.gate.sides import SendSettings
 from vllm_accprobe.golden.answers import unpacked
-from vllm_accprobe.golden.make import ANSWERS, CAPTURED, GoldenError, golden_server, rows_to_capture, shapes_of
+from vllm_accprobe.golden.make import ANSWERS, CAPTURED, golden_server, opened, rows_to_capture, shapes_of
 
 _ROWS = 0.7
 """Chosen: of the budget, what rows may take; parameters are stored where they fit a quarter of it."""
@@ -52,12 +51,7 @@ def check(
     with golden_server("mine", command, work, how, environ, gigabytes) as server:
         passes.check_vocabulary(server.sender, sent)
         mine = server.captured(CAPTURED, sent, rows, score=passes.SCORE in head.arrive)
-    dump = open_dump(server.dump)
-    try:
-        if not dump.records:
-            raise GoldenError(f"{server.dump}: nothing was captured; read {work / 'engine-0.log'}")
-    finally:
-        dump.close()
+    opened(work).close()
     try:
         answers = gating.compare(sent, mine, [])
     except gating.GateError:

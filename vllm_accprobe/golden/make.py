@@ -304,7 +304,7 @@ def make(
         first = server.captured(CAPTURED, answers, rows)
         second = server.captured(AGAIN, answers, rows, f".{AGAIN}")
     how.say("comparing the two captures, and packing the first")
-    dump = open_dump(work / DUMP)
+    dump = opened(work)
     try:
         found = noise(dump, first, second)
         text = work / TEXT
@@ -315,6 +315,16 @@ def make(
         dump.close()
     size = sum(f.stat().st_size for f in (work / DUMP).rglob("*") if f.is_file())
     return Made(summary, found, len(first.passes[0]), size, time.monotonic() - began)
+
+
+def opened(work: Path) -> Dump:
+    """What a server of `golden_server` captured. Raises GoldenError where that is nothing, or not all; DumpError."""
+    dump = open_dump(work / DUMP)
+    if dump.stops or not dump.records:
+        reason = next((stop.reason for stop in dump.stops.values()), "no tensor was captured")
+        dump.close()
+        raise GoldenError(f"the capture is not whole: {reason}; raise --max-gb, or read the server's log (--keep DIR)")
+    return dump
 
 
 def keep_requests(dump: Dump, names: Collection[str]) -> None:
