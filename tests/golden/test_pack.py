@@ -86,6 +86,10 @@ def test_a_pack_holds_rows_of_the_dump_bit_by_bit(golden: Path, tmp_path: Path, 
                 assert np.array_equal(part.read(r)[at.start + i], known)
                 full += 1
     assert full > 10
+    ids = [{(k[2].partition("/")[0], s.req, s.pos + i): space.ids[at.start + i] for k, space in d.rows.items()
+            for s, at in space.stretches() for i in range(s.n) if space.ids} for d in (whole, part)]  # fmt: skip
+    assert ids[0] == ids[1]
+    assert all(space.n == len(space.ids) for space in part.rows.values() if space.ids)
     assert len({name for step, name in spaces if name.startswith("tokens")}) <= 2
     assert {k[0]: len(r.ids) for k, r in part.rows.items() if k[2] == "tokens"} == {
         k[0]: len(r.ids) for k, r in whole.rows.items() if k[2] == "tokens"

@@ -223,9 +223,9 @@ class _Estimates:
         part.feature = (place.width,)
         total, created, _ = self._check.limits(measured, [part])[0]
         none = np.zeros(0)
-        keys = np.array(shared, np.int64)
-        return _SketchedTensor(unit, measured, (total, created), keys, (sides[0], sides[1]), group, list(unit.mine),
-                               place.width, none, none, none, none)  # fmt: skip
+        both_sides = np.array(shared, np.int64)
+        return _SketchedTensor(unit, measured, (total, created), both_sides, (sides[0], sides[1]), group,
+                               list(unit.mine), place.width, none, none, none, none)  # fmt: skip
 
     def _sketched(self, side: int, place: SketchPlace) -> dict[int, tuple[float, np.ndarray, float, int]]:
         pack = self._sides.packs[side]
