@@ -69,7 +69,6 @@ class GoldenServer:
     about: dict[str, Any]
     work: Path
     how: SendSettings
-    gigabytes: float
 
     @property
     def dump(self) -> Path:
@@ -127,7 +126,7 @@ def golden_server(
         sender = Sender(run.command.url, run.command.key, how.timeout, how.top, how.max_tokens, how.model)
         with waiting(lambda: f"{name}: asking what the server can", how.say):
             sender, about = sender.introduced()
-        yield GoldenServer(sender, about, work, how, gigabytes)
+        yield GoldenServer(sender, about, work, how)
 
 
 def fresh(lines: Sequence[PromptLine], salt: str) -> list[PromptLine]:
