@@ -19,6 +19,7 @@ from vllm_accprobe.config import matches
     ArmSelection(),
     ArmSelection(True, ("a*", "!ab"), ((0, 4), (7, 7)), ("layers", "!*.mlp"), ((0, 0),)),
     ArmSelection(True, requests=()),
+    ArmSelection(True, rows={"p0": ((0, 0), (31, 33)), "p1": ((7, 7),)}),
 ])  # fmt: skip
 def test_there_and_back(selection: ArmSelection, tmp_path: Path) -> None:
     path = arm_file.write(tmp_path, selection)
@@ -47,7 +48,7 @@ def test_a_wide_umask_and_a_planted_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "says"), [
     ([], "no object"),
-    ({"request": "a"}, "'request' is none of on, requests, tokens, modules, steps; did you mean requests?"),
+    ({"request": "a"}, "'request' is none of on, requests, tokens, modules, steps, rows; did you mean requests?"),
     ({"on": 1}, "on is true or false"),
     ({"on": "no"}, "on is true or false"),
     ({"requests": 3}, "requests is a list of globs"),
@@ -58,6 +59,9 @@ def test_a_wide_umask_and_a_planted_part(tmp_path: Path) -> None:
     ({"tokens": True}, "tokens is a text"),
     ({"steps": "x"}, "is not a number"),
     ({"modules": {}}, "modules is a list of globs"),
+    ({"rows": "0-3"}, "rows is an object"),
+    ({"rows": {"p0": [1]}}, "rows is an object"),
+    ({"rows": {"p0": "4-1"}}, "ends before it begins"),
 ])  # fmt: skip
 def test_what_it_may_not_say(value: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ArmFileError) as error:

@@ -13,7 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,16 @@ from vllm_accprobe.whole_file import whole
 NAME = "arm.json"
 MAX_BYTES = 1 << 16
 """Chosen: some thousand request ids; it travels to every rank with every step."""
+
+
+def _read_rows(value: object) -> dict[str, Ranges]:
+    assert isinstance(value, Mapping)
+    found = {str(name): parse_ranges(positions) for name, positions in value.items()}
+    return {name: positions for name, positions in found.items() if positions}
+
+
 _READERS: dict[str, Callable[[object], Any]] = {
-    "requests": read_globs, "tokens": parse_ranges, "modules": read_modules, "steps": parse_ranges
+    "requests": read_globs, "tokens": parse_ranges, "modules": read_modules, "steps": parse_ranges, "rows": _read_rows
 }  # fmt: skip
 _KEYS = ("on", *_READERS)
 
@@ -37,19 +45,22 @@ class ArmFileError(ValueError):
 class ArmSelection:
     """What is captured from now on. on: anything at all. requests: globs; tokens: ordinals; modules: globs, of those
     that VLLM_ACCPROBE_MODULES has chosen; steps: engine steps, the first under this selection is 0. None: as the server
-    was started."""
+    was started. rows: by request id, the only positions of its sequence that are captured; other requests are captured
+    whole."""
 
     on: bool = True
     requests: tuple[str, ...] | None = None
     tokens: Ranges | None = None
     modules: tuple[str, ...] | None = None
     steps: Ranges | None = None
+    rows: Mapping[str, Ranges] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The file's object; ranges as text."""
         spans = {"tokens": _spans(self.tokens), "steps": _spans(self.steps)}
         lists = {"requests": _list(self.requests), "modules": _list(self.modules)}
-        return {"on": self.on, **{k: v for k, v in (lists | spans).items() if v is not None}}
+        rows = {name: _spans(positions) for name, positions in self.rows.items()} or None
+        return {"on": self.on, **{k: v for k, v in (lists | spans | {"rows": rows}).items() if v is not None}}
 
 
 def _list(value: tuple[str, ...] | None) -> list[str] | None:
@@ -74,6 +85,9 @@ def parse_selection(value: Any) -> ArmSelection:
         if key in ("requests", "modules"):
             if not (isinstance(said, str) or (isinstance(said, list) and all(isinstance(v, str) for v in said))):
                 raise ArmFileError(f"{key} is a list of globs")
+        elif key == "rows":
+            if not (isinstance(said, Mapping) and all(type(v) in (str, int) for v in said.values())):
+                raise ArmFileError("rows is an object: a request's id, and positions such as '0,31-33'")
         elif key != "on" and type(said) not in (str, int):
             raise ArmFileError(f"{key} is a text such as '0-4,7'")
     try:

@@ -101,6 +101,15 @@ def test_it_begins_disarmed_and_takes_what_each_window_names(tmp_path: Path, sai
     assert not any("NOTHING" in line for line in said)
 
 
+def test_only_the_named_positions_of_a_request_reach_the_disk(tmp_path: Path, said: list[str]) -> None:
+    served = Served(tmp_path / "dump", armed=False)
+    served.arm({"on": True, "rows": {"a": "1,4"}})
+    for _ in range(3):
+        served.step("a", "b")
+    dump = served.closed()
+    assert rows(dump) == [(0, "a", 1, 1), (0, "b", 0, 3), (1, "b", 3, 1), (2, "a", 4, 1), (2, "b", 4, 1)]
+
+
 def test_who_is_not_chosen_leaves_no_trace(tmp_path: Path, said: list[str]) -> None:
     """A request that a window chose, and that window took no step of: not even the hash of its prompt."""
     served = Served(tmp_path / "dump", armed=False)

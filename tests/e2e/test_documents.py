@@ -35,6 +35,11 @@ from vllm_accprobe import cli
 pytestmark = pytest.mark.engine
 
 NOT_RUN = {
+    "accprobe golden make MODEL --out MODEL_vllm-0.32.golden": "needs a server over HTTP; test_golden_engine.py has it",
+    "accprobe golden make MODEL --out MODEL_vllm-0.32.golden -- --dtype=bfloat16 --tensor-parallel-size=2": (
+        "the same, with two ranks"
+    ),
+    "accprobe golden check MODEL_vllm-0.32.golden -- vllm serve MODEL": "the same",
     "bash scripts/demo.sh": "two servers, a minute and a half; run by hand before a release",
     "bash scripts/test.sh": "this is it",
     "bash scripts/test.sh -k faults": "this is it",

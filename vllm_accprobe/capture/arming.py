@@ -16,13 +16,13 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.capture.core import say
-from vllm_accprobe.config import PREFIX, ProbeConfig, in_ranges
+from vllm_accprobe.config import PREFIX, ProbeConfig, Ranges, in_ranges
 from vllm_accprobe.dump.schema import Armed
 
 NOT_CARRIED = "this engine's scheduler does not look at a control file, and the capture began disarmed"
@@ -31,7 +31,8 @@ NOT_CARRIED = "this engine's scheduler does not look at a control file, and the 
 class Windows:
     """The selection that holds on one rank.
 
-    aim: gets the settings that hold from now on, None for nothing, and globs of modules, None for all that are tapped.
+    aim: gets the settings that hold from now on, None for nothing; globs of modules, None for all that are tapped; and
+    the positions of requests that are captured in part (ArmSelection.rows).
     note: gets each window for the journal. refuse: gets why a control file is not believed. say: a line to the person
     who serves.
     """
@@ -39,7 +40,7 @@ class Windows:
     def __init__(
         self,
         config: ProbeConfig,
-        aim: Callable[[ProbeConfig | None, tuple[str, ...] | None], None],
+        aim: Callable[[ProbeConfig | None, tuple[str, ...] | None, Mapping[str, Ranges]], None],
         note: Callable[[Armed], None],
         refuse: Callable[[str], None],
         say: Callable[[str], None],
@@ -51,7 +52,7 @@ class Windows:
         self._reported = False
         self.count = 0
         if not config.armed:
-            aim(None, None)
+            aim(None, None, {})
 
     def update(self, words: bytes | None, step: int | None) -> None:
         """The words that came with a batch; ``step``: its number, None where it is none, and nothing changes then."""
@@ -80,7 +81,7 @@ class Windows:
         self._selection, self._began, self._steps, self._taken = selection, step, 0, 0
         self._note(Armed(step, int(selection.on), selection.to_json()))
         if not selection.on:
-            self._aim(None, None)
+            self._aim(None, None, {})
             return
         self.count += 1
         config = self._config
@@ -88,7 +89,7 @@ class Windows:
             config = dataclasses.replace(config, requests=selection.requests)
         if selection.tokens is not None:
             config = dataclasses.replace(config, tokens=selection.tokens)
-        self._aim(config, selection.modules)
+        self._aim(config, selection.modules, selection.rows)
 
     def wants(self, step: int) -> bool:
         """Whether rows of this step may be taken."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import golden_server, options
+from vllm_accprobe.cli.golden_server import PackFileOptions
 from vllm_accprobe.cli.options import Command, argument, option
 from vllm_accprobe.cli.output import answer, say_written, show
 from vllm_accprobe.refusals import CommandError
@@ -20,11 +21,6 @@ class GoldenPackOptions:
     """What is packed, and how large the pack may be."""
 
     dump: Path = argument("DUMP", "The directory of the golden's dump.")
-    out: Path = option("--out -o", ..., "The file to write, MODEL_vllm-VERSION.golden.", metavar="FILE")
-    max_mb: float | None = option("--max-mb", None, "Largest size of the file; by default by the size of the model: 8 "
-                                  "for 7B, 25 for 70B.", min=0.01, metavar="MB")  # fmt: skip
-    seed: int = option("--seed", 0, "Draws the random rows and the sketches' signs: packs that are to be compared have "
-                       "the same.", metavar="N")  # fmt: skip
     prompts: Path | None = option("--prompts", None, "A text file that is put into the pack: the prompts, as they were "
                                   "sent.", metavar="FILE")  # fmt: skip
 
@@ -45,27 +41,23 @@ class GoldenHistoryOptions:
     folder: Path = argument("DIR", "A folder with packs, also in folders in it.")
 
 
-def pack(what: GoldenPackOptions) -> None:
+def pack(what: GoldenPackOptions, file: PackFileOptions) -> None:
     """Write a pack: some rows of a dump in full, sketches of others, tokens, and a manifest with hashes.
 
     Then `accprobe compare FILE mine` compares a dump with it. docs/golden.md says what is in it.
     Exit code 0: done, 2: it cannot be done.
     """
-    from vllm_accprobe.formats.io.pack_file import begins_as_pack
     from vllm_accprobe.golden.pack import MB
     from vllm_accprobe.golden.pack import pack as write
 
-    places.check_place(what.out, [what.dump])
-    places.check_own(what.out, begins_as_pack, "--out")
-    places.writable(what.out.parent)
-    limit = None if what.max_mb is None else int(what.max_mb * MB)
-    done = write(what.dump, what.out, max_bytes=limit, seed=what.seed, prompts=what.prompts)
+    file.check([what.dump])
+    done = write(what.dump, file.out, max_bytes=file.max_bytes, seed=file.seed, prompts=what.prompts)
     typer.echo(f"{done.bytes / MB:.2f} MB: {done.taps:,} modules, {done.rows_full:,} rows in full, "
                f"{done.rows_sketched:,} rows as sketches")  # fmt: skip
     for reason, n in done.left_out.items():
         typer.echo(f"left out: {n:,} {reason}")
     answer(pack=asdict(done))
-    say_written(what.out)
+    say_written(file.out)
 
 
 def verify(what: GoldenVerifyOptions) -> None:
@@ -125,6 +117,7 @@ def history(what: GoldenHistoryOptions) -> None:
     raise typer.Exit(2 if any(x.found == UNREADABLE for x in lines) else int(any(x.found == DIFFERS for x in lines)))
 
 
-for _function, _short in ((pack, "Write a pack of a dump"), (verify, "Check packs against their manifests"),
+for _function, _short in (*golden_server.COMMANDS, (pack, "Write a pack of a dump"),
+                          (verify, "Check packs against their manifests"),
                           (history, "When and where did a model begin to differ?")):  # fmt: skip
     golden.command(cls=Command, short_help=_short)(options.expanded(_function, f"golden {_function.__name__}"))

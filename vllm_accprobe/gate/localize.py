@@ -369,10 +369,10 @@ def _settle(folder: Path) -> None:
 _SALT = "accprobe-dig"
 
 
-def salted(lines: Sequence[PromptLine]) -> list[PromptLine]:
+def salted(lines: Sequence[PromptLine], salt: str = _SALT) -> list[PromptLine]:
     """With a cache salt of a capture: no prefix that was computed before it is found, those within it are."""
     return [
-        replace(one, parameters={**one.parameters, "cache_salt": f"{_SALT} {one.parameters.get('cache_salt', '')}"})
+        replace(one, parameters={**one.parameters, "cache_salt": f"{salt} {one.parameters.get('cache_salt', '')}"})
         for one in lines
     ]
 

@@ -73,6 +73,8 @@ _FEWEST = 16
 """Elements below which a row is no longer than its sketch."""
 SKETCH_SHARE = 0.25
 """Chosen: of the budget, what sketches may take."""
+IMAGE_SHARE = 0.25
+"""Chosen: of what full rows may take, those of images at most."""
 BUDGET, NARROW, NO_ROWS, OPERATORS, IMAGES, WEIGHT_ROWS, PARAMETERS, UNREADABLE = (
     "full rows beyond the budget", "sketches of integers, or of rows of fewer than 16 elements",
     "tensors without rows", "tensors of operator calls", "sketches of images' rows",
@@ -173,16 +175,17 @@ def place_name(key: tuple[str, str, int]) -> str:
 
 
 def pack(
-    dump: Path, out: Path, *, max_bytes: int | None = None, seed: int = 0, prompts: Path | None = None
+    dump: Path | Dump, out: Path, *, max_bytes: int | None = None, seed: int = 0, prompts: Path | None = None
 ) -> PackSummary:
     """Writes the pack ``out`` of the dump at ``dump``. prompts: a text file that goes in as it is.
 
     Raises DumpError for what is no dump of accprobe's or has no rows, and where ``max_bytes`` is too small for what
     every pack has; OSError."""
-    opened = open_dump(dump)
+    opened = dump if isinstance(dump, Dump) else open_dump(dump)
     packing = _Packing(opened, seed)
-    limit = default_bytes(packing.row_bytes) if max_bytes is None else max_bytes
     text = _prompts(prompts)
+    least = max(default_bytes(packing.row_bytes), packing.fixed_bytes(text) + MB // 2)  # of many prompts, tiny rows
+    limit = least if max_bytes is None else max_bytes
     share, data, summary = 1.0, b"", None
     for _ in range(_TRIES):
         members, made = packing.members(int(limit * share), text)
@@ -193,7 +196,7 @@ def pack(
             break
         share *= 0.98 * limit / len(found)
     if summary is None:
-        raise DumpError(f"{dump}: its pack takes {len(found):,} bytes at least, more than the {limit:,} allowed")
+        raise DumpError(f"{opened.path}: its pack takes {len(found):,} bytes at least, more than the {limit:,} allowed")
     out.parent.mkdir(parents=True, exist_ok=True)
     with whole(out, needed=len(data)) as part:
         part.write_bytes(data)
@@ -360,6 +363,9 @@ class _Packing:
         module's inside in that row would take what came in for what the module did."""
         for held in self.calls.values():
             held.rows = set()
+        self.left_out[BUDGET] = 0
+        images, spent = self._images(int(room * IMAGE_SHARE))
+        room -= spent
         kinds = self._kinds(room)
         self.partly = any(kind_of_tap(tap) not in kinds for _, _, tap, _ in self.calls)
         full: set[int] = set()
@@ -375,43 +381,54 @@ class _Packing:
             for held in calls:
                 held.rows.add(key)
             beyond += len(self._where[key]) - len(calls)
-        self.left_out[BUDGET] = beyond
-        return full | self._images(room)
+        self.left_out[BUDGET] += beyond
+        return full | images
 
-    def _images(self, room: int) -> set[int]:
-        """Rows of images: the first, the last and some drawn of each, in all calls or in none."""
+    def _images(self, room: int) -> tuple[set[int], int]:
+        """(rows of images, their bytes): of each the first, the last and some drawn, or as many of these as fit; in all
+        calls or in none. They come before those of text, which would leave nothing."""
         spaces: dict[tuple[int, int, str], list[_Held]] = defaultdict(list)
         for call, held in self.calls.items():
             if (held.records[0].rows or "").startswith("vision"):
                 spaces[call[0], call[1], held.records[0].rows or ""].append(held)
         found: set[int] = set()
+        left = room
         for space, calls in spaces.items():
             rows = self.keys[space]
             assert rows is not None
             each: dict[int, list[int]] = defaultdict(list)
             for key in rows.keys[rows.keep].tolist():
                 each[key >> POSITION_BITS].append(key)
-            keys = {k for of in each.values() for k in (min(of), max(of), *by_draw(of, "", self.seed)[:_RANDOM])}
-            cost = sum(h.cost * len(keys) + _LINE * len(h.records) for h in calls)
-            if cost <= room:
-                room -= cost
-                found |= keys
-                for held in calls:
-                    held.rows = set(keys)
+            order = [[min(of), max(of), *by_draw(of, "", self.seed)[:_RANDOM]] for of in each.values()]
+            for many in (2 + _RANDOM, 2, 1):
+                keys = {k for of in order for k in of[:many]}
+                cost = sum(h.cost * len(keys) + _LINE * len(h.records) for h in calls)
+                if cost <= left:
+                    left -= cost
+                    found |= keys
+                    for held in calls:
+                        held.rows = set(keys)
+                    break
             else:
                 self.left_out[BUDGET] += len(keys) * len(calls)
-        return found
+        return found, room - left
 
     # --- the file ------------------------------------------------------------------------------------------------
+
+    def _texts(self, prompts: bytes | None) -> dict[str, bytes]:
+        return {RUN_JSON: json_bytes(self._run())} | ({PROMPTS: prompts} if prompts is not None else {})
+
+    def fixed_bytes(self, prompts: bytes | None) -> int:
+        """What every pack of this dump has, about."""
+        journals = (self._journal(rank, [], {}) for rank in self.dump.ranks)
+        texts = sum(len(_packed(d)) for d in (*self._texts(prompts).values(), *journals))
+        return texts + sum(r.payload.nbytes for r in self.entire if r.payload)
 
     def members(self, limit: int, prompts: bytes | None) -> tuple[dict[str, bytes], PackSummary]:
         """Name → bytes of what fits into about ``limit`` bytes, and what that is."""
         kept = Counter(self.left_out)
-        fixed = {RUN_JSON: json_bytes(self._run())} | ({PROMPTS: prompts} if prompts is not None else {})
-        base = sum(len(_packed(d)) for d in fixed.values()) + sum(
-            len(_packed(self._journal(rank, [], {}))) for rank in self.dump.ranks
-        ) + sum(r.payload.nbytes for r in self.entire if r.payload)  # fmt: skip
-        room = max(limit - base, 0)
+        fixed = self._texts(prompts)
+        room = max(limit - self.fixed_bytes(prompts), 0)
         full = self._choose(int(room * (1 - SKETCH_SHARE)))
         sketches = _Sketches(self, int(room * SKETCH_SHARE), full)
         index, numbers = sketches.made()

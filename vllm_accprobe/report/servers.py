@@ -51,7 +51,7 @@ def gap_lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
     """The verdict, its condition, the floors, the table of conditions, the flips, and what was not compared. floors:
     their names."""
     chats = gate.rendering
-    out = _rendered(chats) if chats is not None else []
+    out = rendered_lines(chats) if chats is not None else []
     out.append(f"{ALONG if out else ''}{headline(gate)}")
     if text := shown(gate):
         out.append(text)
@@ -77,7 +77,7 @@ ALONG = "with golden's token ids for both: "
 """What is in front of the numbers' verdict where mine renders other ones."""
 
 
-def _rendered(chats: Rendering) -> list[str]:
+def rendered_lines(chats: Rendering) -> list[str]:
     """The first finding, and which other prompts have one."""
     if not chats.different:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,29 @@ def test_only_selected_tokens_and_requests_are_kept() -> None:
     assert [(s.pos, s.n, s.row) for s in space.segments] == [(2, 2, 4), (5, 1, 7)]
     assert not space.whole
     assert [r.id for r in known.unsent] == ["b1"]  # a leaves no trace
+
+
+@pytest.mark.parametrize(("start", "n", "parts"), [
+    (0, 4, [(0, 1, "prefill"), (2, 4, "prefill")]),  # of chunk 0..3 the positions 0, 2 and 3
+    (1, 1, []),
+    (3, 6, [(0, 1, "prefill"), (3, 4, "decode")]),  # a chunk that runs from the prompt into the answer
+    (6, 1, [(0, 1, "decode")]),
+    (7, 2, []),
+])  # fmt: skip
+def test_of_a_request_only_the_named_positions_are_kept(start: int, n: int, parts: list[Any]) -> None:
+    config = ProbeConfig()
+    known = requests(config, a=5, b=5)
+    known.aim(config, {"a": ((0, 0), (2, 3), (6, 6))})
+    assert kept(config, start, n, 5, known.positions("a")) == parts
+    batch = [Scheduled("b", 0, 2), Scheduled("a", start, n)]
+    assert token_space(config, known, batch, 0).ranges[1:] == [(2 + a, 2 + b) for a, b, _ in parts] or (
+        parts and parts[0][0] == 0  # it joins b's rows, which are all kept
+    )
+    assert wanted_at_all(config, known, [("a", start, n)]) == bool(parts)
+    answers = ProbeConfig(tokens=((1, 9),))
+    assert kept(answers, start, n, 5, known.positions("a")) == [p for p in parts if p[2] != "prefill"]
+    known.aim(config)
+    assert known.positions("a") == ()
 
 
 def test_a_step_without_selected_rows_is_not_armed() -> None:

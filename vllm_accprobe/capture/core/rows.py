@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core import say
-from vllm_accprobe.config import ProbeConfig, in_ranges
+from vllm_accprobe.config import ProbeConfig, Ranges, in_ranges
 from vllm_accprobe.dump.schema import (
     DEALT,
     DECODE,
@@ -73,6 +73,8 @@ class Requests:
         self._chosen: ProbeConfig | None = config
         self._by_id: dict[str, Request] = {}
         self._wanted: dict[str, bool] = {}
+        self._rows: Mapping[str, Ranges] = {}
+        self._positions: dict[str, Ranges] = {}
         self._named: set[int] = set()
         self._prompts: dict[int, int] = {}
         self._older: dict[int, int] = {}
@@ -107,9 +109,11 @@ class Requests:
         self._prompts[prompt] = ordinal + 1
         return ordinal
 
-    def aim(self, config: ProbeConfig | None) -> None:
-        """Other settings choose from now on, also among the requests that are known; None: no request is chosen."""
+    def aim(self, config: ProbeConfig | None, rows: Mapping[str, Ranges] | None = None) -> None:
+        """Other settings choose from now on, also among the requests that are known; None: no request is chosen.
+        rows: by a request's external id, the only positions that are kept."""
         self._chosen, self._named = config, self._named - {request.req for request in self.unsent}
+        self._rows, self._positions = rows or {}, {}
         self.unsent.clear()
         for internal, request in self._by_id.items():
             self._choose(internal, request)
@@ -118,6 +122,8 @@ class Requests:
         names = external_ids(internal)
         wanted = self._chosen is not None and OWN_REQUEST not in names and self._chosen.wants_request(*names)
         self._wanted[internal] = wanted
+        if self._rows and (positions := next((self._rows[name] for name in names if name in self._rows), ())):
+            self._positions[internal] = positions
         if wanted and request.req not in self._named:  # the others leave no trace on the disk, not even a hash
             self._named.add(request.req)
             self.unsent.append(request)
@@ -130,11 +136,16 @@ class Requests:
         """Whether the settings choose this request; False for one that is not known."""
         return self._wanted.get(internal, False)
 
+    def positions(self, internal: str) -> Ranges:
+        """The only positions of this request that are kept; () for all."""
+        return self._positions.get(internal, ())
+
     def forget(self, internal: str) -> None:
         """Frees what a finished request holds; its number is never used again. One that no step was taken of is not
         named any more: where no further step is chosen, they would wait for it in ever greater number."""
         request = self._by_id.pop(internal, None)
         self._wanted.pop(internal, None)
+        self._positions.pop(internal, None)
         if request is not None:
             self._named.discard(request.req)
             self.unsent[:] = [one for one in self.unsent if one is not request]
@@ -189,11 +200,21 @@ class Scheduled:
     known: int | None = None
 
 
-def kept(config: ProbeConfig, start: int, n: int, prompt_len: int) -> list[tuple[int, int, str]]:
+def kept(
+    config: ProbeConfig, start: int, n: int, prompt_len: int, positions: Ranges = ()
+) -> list[tuple[int, int, str]]:
     """The parts [offset, stop, phase] of rows at positions start .. start+n-1 whose token ordinal is selected.
 
-    The ordinal is 0 for positions of the prompt and ``position - prompt_len + 1`` after it.
+    The ordinal is 0 for positions of the prompt and ``position - prompt_len + 1`` after it. positions: of those, the
+    only ones; () for all.
     """
+    if positions:
+        return [
+            (max(first, low - start), min(stop, high + 1 - start), phase)
+            for first, stop, phase in kept(config, start, n, prompt_len)
+            for low, high in positions
+            if max(first, low - start) < min(stop, high + 1 - start)
+        ]
     parts: list[tuple[int, int, str]] = []
     inside = min(max(prompt_len - start, 0), n)
     if inside and in_ranges(config.tokens, 0):
@@ -219,9 +240,16 @@ def wanted_at_all(config: ProbeConfig, requests: Requests, scheduled: Sequence[t
     """Whether any row of (internal id, start, n) triples is selected: decides if a step is armed."""
     for internal, start, n in scheduled:
         request = requests.get(internal)
-        if request is not None and requests.wanted(internal) and kept(config, start, n, request.prompt_len):
+        if request is not None and requests.wanted(internal) and _kept(config, requests, internal, start, n):
             return True
     return False
+
+
+def _kept(config: ProbeConfig, requests: Requests, internal: str, start: int, n: int) -> list[tuple[int, int, str]]:
+    """`kept` of a request that is known."""
+    request = requests.get(internal)
+    assert request is not None
+    return kept(config, start, n, request.prompt_len, requests.positions(internal))
 
 
 def token_space(config: ProbeConfig, requests: Requests, batch: Sequence[Scheduled], padded: int) -> Space:
@@ -232,7 +260,7 @@ def token_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedul
     for part in batch:
         request = requests.get(part.internal)
         if request is not None and requests.wanted(part.internal):
-            for run in kept(config, part.start, part.n, request.prompt_len):
+            for run in _kept(config, requests, part.internal, part.start, part.n):
                 _extend(ranges, row + run[0], row + run[1])
                 segments.append(_segment(request.req, part.start, row, run, part.n - part.drafts))
         row += part.n
@@ -255,7 +283,7 @@ def logits_space(config: ProbeConfig, requests: Requests, batch: Sequence[Schedu
         complete = part.known is None or end >= part.known
         if request is not None and requests.wanted(part.internal) and complete:
             begin = end - rows
-            for first, stop, phase in kept(config, begin, rows, request.prompt_len):
+            for first, stop, phase in _kept(config, requests, part.internal, begin, rows):
                 _extend(ranges, row + first, row + stop)
                 segments.append(_segment(request.req, begin, row, (first, stop, phase), 1))
                 token_rows += range(token + part.n - rows + first, token + part.n - rows + stop)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
 )
 from vllm_accprobe.capture.vllm.weights import MOST, AdapterSlots, WeightCalls
 from vllm_accprobe.capture.weights.history import WeightLife
-from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.config import ProbeConfig, Ranges
 from vllm_accprobe.dump.journal import ARMED
 from vllm_accprobe.dump.schema import ROOT_TAP, Armed, Step
 
@@ -258,15 +258,18 @@ class CaptureObserver(StepObserver):
             say(f"{step.unplaced}: such steps are skipped (reported once)")
         return False
 
-    def _aim(self, config: ProbeConfig | None, modules: tuple[str, ...] | None) -> None:
-        """Other rows are taken from now on; config: None for none at all. modules: see Taps.narrow."""
-        self.requests.aim(config)
+    def _aim(
+        self, config: ProbeConfig | None, modules: tuple[str, ...] | None, rows: Mapping[str, Ranges]
+    ) -> None:
+        """Other rows are taken from now on; config: None for none at all. modules: see Taps.narrow; rows: see
+        ArmSelection."""
+        self.requests.aim(config, rows)
         session = self.session
         if config is None or session is None:
             return
         self._selected = config
         self._rows.aim(config)
-        session.everybodys = not config.requests and not config.tokens
+        session.everybodys = not config.requests and not config.tokens and not rows
         chosen = self.taps.narrow(modules) if self.taps is not None else None
         if session.ops is not None:
             session.ops.narrow(chosen)
