@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from support import kernels
@@ -69,7 +70,7 @@ def main() -> int:
     try:
         if args.judge_only:
             # The pairs again, now with their places; the processes of a pool read them from the disk.
-            kept = [pair for pair in _pairs(args, root) if _asked_for(args, pair)]
+            kept = [replace(p, pack=args.pack) for p in _pairs(args, root) if _asked_for(args, p)]
             absent = judge_kept(kept, seen.done, args.jobs)
             if absent:
                 print(f"{absent} of {len(kept)} pairs are not there and were not judged")
@@ -188,6 +189,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, metavar="DIR", help="where the weights are (DIR/_models)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where results.json and .md go (with the pairs)")
     parser.add_argument("--no-replay", action="store_true", help="judge by comparing alone, without a replay")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="with --judge-only: by packs of the goldens, in DIR")
     parser.add_argument("--show-held-out", action="store_true", help="list cases of the half that is held out, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
     parser.add_argument("--list", action="store_true", help="print the pairs and do nothing")

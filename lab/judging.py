@@ -33,7 +33,8 @@ ACROSS = "clean across"
 class Pair:
     """Two runs to be judged. case: None for a clean pair. golden, mine: ways, after ``kernels:`` where the two sides'
     differ. at: where the two runs lie. kernels: what mine was captured with; replay: whether operators are run again.
-    run_s: seconds that the faulty run took to make."""
+    run_s: seconds that the faulty run took to make. pack: where goldens' packs are kept, which then are judged
+    against in place of the goldens."""
 
     case: Case | None
     model: str
@@ -43,6 +44,7 @@ class Pair:
     replay: bool = True
     kernels: str = ""
     run_s: float = 0.0
+    pack: Path | None = None
 
     @property
     def name(self) -> str:
@@ -140,7 +142,8 @@ def judge(pair: Pair) -> Outcome:
     """Compares a pair, as the command does, and looks for the planted module."""
     began = time.monotonic()
     told = _blank(pair)
-    result = compared(*pair.at, pair.replay)
+    golden, mine = pair.at
+    result = compared(golden if pair.pack is None else packed(golden, pair.pack), mine, pair.replay)
     if isinstance(result, str):
         return replace(told, verdict=result)
     modules = [o["module"] for o in result.origins]
@@ -171,15 +174,28 @@ def around(result: Any, module: str) -> str:
     return ", ".join(f"{role} {v / BF16:.3g}{' FAIL' if role in failed else ''}" for role, v in worst.items())
 
 
+def packed(golden: Path, folder: Path) -> Path:
+    """The run's pack of the default size, made where it is not there yet."""
+    from vllm_accprobe.golden.pack import pack
+
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"{golden.name}.golden"
+    if not out.exists():
+        pack(golden, out)
+    return out
+
+
 def compared(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
     from vllm_accprobe.comparison.engine import compare
+    from vllm_accprobe.golden.estimated import compared_sides
     from vllm_accprobe.opcheck.proof.replay_process import ReplayRequest, begun, replayed
 
     try:
-        asked = ReplayRequest(golden.resolve(), mine.resolve(), None if replay else False, None, None)
-        with begun(asked) as running, tempfile.TemporaryDirectory() as out:
-            return replayed(compare(asked.golden, asked.mine), asked, running, Path(out))
+        with compared_sides(golden.resolve(), mine.resolve()) as sides, tempfile.TemporaryDirectory() as out:
+            asked = ReplayRequest(sides.golden, sides.mine, None if replay else False, None, None)
+            with begun(asked) as running:
+                return replayed(sides.judged(compare(asked.golden, asked.mine)), asked, running, Path(out))
     except Exception as e:
         return f"error: {type(e).__name__}: {e}".splitlines()[0]
 

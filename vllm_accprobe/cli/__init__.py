@@ -41,7 +41,10 @@ COMMANDS = {
     "arm": "Switch a running server's capture on or off",
 }
 """Name → what `accprobe --help` says of it, in a line of 80 columns."""
-GROUPS = {"online": "Check calls on one machine while another computes them"}
+GROUPS = {
+    "golden": "Pack a golden into one small file; check and compare packs",
+    "online": "Check calls on one machine while another computes them",
+}
 """Commands with commands of their own."""
 STARTERS = ("run", "errcheck", "bisect", "self-check")
 """Commands that start one: what follows its first word, options too, belongs to it, with or without ``--``."""

@@ -20,6 +20,7 @@ from vllm_accprobe.cli.output import Format, say_notes, say_written, show
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
+from vllm_accprobe.golden.estimated import ComparedSides, compared_sides
 from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.opcheck.proof import replay_process as replay
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
@@ -59,12 +60,6 @@ def compare_dumps(
     rules = engine.find_mapping(judging.op_mapping_file)
     vocabulary = None if instead.tokenizer is None else Vocabulary(instead.tokenizer)  # a wrong path is refused at once
     again = _again(judging, standard, rate)
-    if instead.plan:
-        from vllm_accprobe.comparison.plan.units import make_plan
-
-        plan = make_plan(*engine.open_both(golden, mine), taps=judging.taps, mapping=rules).lines()
-        typer.echo(json.dumps({"schema": 1, "plan": list(plan)}, indent=1) if form is Format.json else "\n".join(plan))
-        raise typer.Exit(0)
     if rejudge is not None:
         assert home is not None
         result = engine.rejudge(store.load(rejudge), standard=standard, floors=judging.floors, rate=rate)
@@ -72,18 +67,10 @@ def compare_dumps(
         say_notes([replay.what_was_kept(result, home, work.replay)])
         result = replace(result, options=again, out=str(home))
     else:
-        before = _print_before if form is Format.terminal else lambda result: None
-        request = replay.ReplayRequest(
-            golden, mine, work.replay, judging.taps, judging.op_mapping_file, rate, work.replay_seconds, judging.weights
-        )
-        going_on("what was measured is", out / store.UNFINISHED)
-        with replay.begun(request) as begun:
-            with _progress("comparing") as advance, _tidy(out):
-                result = engine.compare(
-                    golden, mine, progress=advance, standard=standard, taps=judging.taps, mapping=rules, resume=out,
-                    ray=work.ray, jobs=work.jobs, floors=judging.floors, rate=rate,
-                )  # fmt: skip
-            result = replay.replayed(result, request, begun, out, before)
+        with compared_sides(golden, mine) as sides:
+            if instead.plan:
+                _show_plan(sides, judging, rules, form)
+            result = _compared(sides, judging, work, rules, standard, rate, out, form)
         result = replace(result, options=again, out=str(out))
     _print(result, form, printed.verbosity)
     try:
@@ -101,6 +88,34 @@ def compare_dumps(
     if printed.verbosity > 0:
         say_written(*written, err=form is not Format.terminal)
     raise typer.Exit(int(result.verdict != PASS))
+
+
+def _show_plan(sides: ComparedSides, judging: Any, rules: Any, form: Format) -> NoReturn:
+    from vllm_accprobe.comparison.plan.units import make_plan
+
+    plan = make_plan(*engine.open_both(sides.golden, sides.mine), taps=judging.taps, mapping=rules).lines()
+    typer.echo(json.dumps({"schema": 1, "plan": list(plan)}, indent=1) if form is Format.json else "\n".join(plan))
+    raise typer.Exit(0)
+
+
+def _compared(
+    sides: ComparedSides, judging: Any, work: Any, rules: Any, standard: str, rate: float, out: Path, form: Format
+) -> Comparison:  # fmt: skip
+    """The comparison with what its replay proves."""
+    before = _print_before if form is Format.terminal else lambda result: None
+    request = replay.ReplayRequest(
+        sides.golden, sides.mine, work.replay, judging.taps, judging.op_mapping_file, rate, work.replay_seconds,
+        judging.weights,
+    )  # fmt: skip
+    going_on("what was measured is", out / store.UNFINISHED)
+    with replay.begun(request) as begun:
+        with _progress("comparing") as advance, _tidy(out):
+            result = engine.compare(
+                sides.golden, sides.mine, progress=advance, standard=standard, taps=judging.taps, mapping=rules,
+                resume=out, ray=work.ray, jobs=work.jobs, floors=judging.floors, rate=rate,
+            )  # fmt: skip
+        result = sides.judged(result, taps=judging.taps, mapping=rules, standard=standard)
+        return replay.replayed(result, request, begun, out, before)
 
 
 def _beside(home: Path) -> Path:

@@ -1,7 +1,130 @@
-"""``accprobe golden``: packs of a golden."""
+"""``accprobe golden``: packs of a golden, files of a few megabytes that are published, checked and compared."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
 import typer
 
-golden = typer.Typer(help="Packs: a golden in one small file.", rich_markup_mode=None)
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.options import Command, argument, option
+from vllm_accprobe.cli.output import answer, say_written, show
+from vllm_accprobe.refusals import CommandError
+
+golden = typer.Typer(help="Pack a golden into one small file; check and compare packs.", rich_markup_mode=None)
+
+
+@dataclass(frozen=True)
+class GoldenPackOptions:
+    """What is packed, and how large the pack may be."""
+
+    dump: Path = argument("DUMP", "The directory of the golden's dump.")
+    out: Path = option("--out -o", ..., "The file to write, MODEL_vllm-VERSION.golden.", metavar="FILE")
+    max_mb: float | None = option("--max-mb", None, "Largest size of the file; by default by the size of the model: 8 "
+                                  "for 7B, 25 for 70B.", min=0.01, metavar="MB")  # fmt: skip
+    seed: int = option("--seed", 0, "Draws the random rows and the sketches' signs: packs that are to be compared have "
+                       "the same.", metavar="N")  # fmt: skip
+    prompts: Path | None = option("--prompts", None, "A text file that is put into the pack: the prompts, as they were "
+                                  "sent.", metavar="FILE")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GoldenVerifyOptions:
+    """Which packs, and what they must be."""
+
+    packs: list[Path] = argument("PACK...", "Files of packs.")
+    sha256: str | None = option("--sha256", None, "What the publisher says: the manifest's SHA-256, or its first 16 "
+                                "digits or more.", metavar="HEX")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GoldenHistoryOptions:
+    """Where the packs are."""
+
+    folder: Path = argument("DIR", "A folder with packs, also in folders in it.")
+
+
+def pack(what: GoldenPackOptions) -> None:
+    """Write a pack: some rows of a dump in full, sketches of others, tokens, and a manifest with hashes.
+
+    Then `accprobe compare FILE mine` compares a dump with it. docs/golden.md says what is in it.
+    Exit code 0: done, 2: it cannot be done.
+    """
+    from vllm_accprobe.formats.io.pack_file import begins_as_pack
+    from vllm_accprobe.golden.pack import MB
+    from vllm_accprobe.golden.pack import pack as write
+
+    places.check_place(what.out, [what.dump])
+    places.check_own(what.out, begins_as_pack, "--out")
+    places.writable(what.out.parent)
+    limit = None if what.max_mb is None else int(what.max_mb * MB)
+    done = write(what.dump, what.out, max_bytes=limit, seed=what.seed, prompts=what.prompts)
+    typer.echo(f"{done.bytes / MB:.2f} MB: {done.taps:,} modules, {done.rows_full:,} rows in full, "
+               f"{done.rows_sketched:,} rows as sketches")  # fmt: skip
+    for reason, n in done.left_out.items():
+        typer.echo(f"left out: {n:,} {reason}")
+    answer(pack=asdict(done))
+    say_written(what.out)
+
+
+def verify(what: GoldenVerifyOptions) -> None:
+    """Check that packs are what their manifests say; print a line for each.
+
+    Exit code 0: all are, 1: one has other bytes than its manifest says, or another manifest than --sha256, 2: one is
+    no pack, or cannot be read.
+    """
+    from vllm_accprobe.formats.io.pack_file import PackAltered, verify
+
+    if what.sha256 is not None and (len(what.sha256) < 16 or len(what.packs) > 1):
+        raise CommandError("--sha256 takes 16 digits or more, of one pack")
+    code, found = 0, []
+    for path in what.packs:
+        try:
+            manifest, digest = verify(path)
+            if what.sha256 is not None and not digest.startswith(what.sha256.lower()):
+                raise PackAltered(f"{path}: its manifest has the SHA-256 {digest}, not {what.sha256}")
+            typer.echo(f"PASS: {path}: {_about(manifest)}; manifest {digest[:16]}")
+            found.append({"pack": path, "verdict": "pass", "sha256": digest})
+        except PackAltered as e:
+            code = 1
+            typer.echo(f"FAIL: {e}")
+            found.append({"pack": path, "verdict": "fail", "why": str(e)})
+    answer(packs=found)
+    raise typer.Exit(code)
+
+
+def _about(manifest: object) -> str:
+    from vllm_accprobe.golden.history import manifest_text
+
+    name, cls, vllm = (manifest_text(manifest, *keys) for keys in (("model", "path"), ("model", "class"),
+                                                                  ("versions", "vllm")))  # fmt: skip
+    dtype, device = manifest_text(manifest, "model", "dtype"), manifest_text(manifest, "device", "name")
+    return ", ".join(filter(None, (name, cls, dtype, vllm and f"vLLM {vllm}", device)))
+
+
+def history(what: GoldenHistoryOptions) -> None:
+    """Compare the packs of each model in order of vLLM's version and date, each with the one before.
+
+    Exit code 0: none differs beyond the limits, 1: one does, 2: there is no pack.
+    """
+    from vllm_accprobe.golden.history import DIFFERS, UNREADABLE, history
+    from vllm_accprobe.report.text import num
+    from vllm_accprobe.waiting import waiting
+
+    now = [""]
+    with waiting(lambda: f"comparing {now[0]}"):
+        lines = history(what.folder, lambda text: now.__setitem__(0, text))
+    columns = ("pack", "model", "vLLM", "device", "date", "against the one before", "where", "error", "limit")
+    rows = [[line.pack, line.model, line.vllm, line.device, line.date, line.found, line.where,
+             "" if line.error is None else num(line.error), "" if line.limit is None else num(line.limit)]
+            for line in lines]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    show("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in (columns, *rows))
+    answer(history=[asdict(line) for line in lines])
+    raise typer.Exit(2 if any(x.found == UNREADABLE for x in lines) else int(any(x.found == DIFFERS for x in lines)))
+
+
+for _function, _short in ((pack, "Write a pack of a dump"), (verify, "Check packs against their manifests"),
+                          (history, "When and where did a model begin to differ?")):  # fmt: skip
+    golden.command(cls=Command, short_help=_short)(options.expanded(_function, f"golden {_function.__name__}"))

@@ -28,6 +28,7 @@ from vllm_accprobe.dump.reader import open_dump as open_own
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 from vllm_accprobe.formats.common import result_tables
 from vllm_accprobe.formats.common.foreign import ForeignDump
+from vllm_accprobe.formats.io import pack_file
 from vllm_accprobe.formats.msprobe import CONSTRUCT, DATA, DUMP, STACK
 
 RANK_DIR = re.compile(r"rank\d{4,9}", re.ASCII)
@@ -229,6 +230,8 @@ def _unknown(path: Path) -> str:
 def open_dump(path: str | Path) -> Dump:
     """Opens a dump of whatever format ``path`` is; reads no payload. Raises DumpError, one clear line, and its kind
     NothingReadable where the dump is one and none of its files can be read."""
+    if pack_file.is_pack(Path(path)):
+        return pack_file.open_rows(Path(path))
     path, found, notes = find(Path(path))
     dump = open_own(path) if found is None else _open_foreign(path, found)
     dump.problems[:0] = notes

@@ -120,8 +120,8 @@ class Unpacker:
                 return piece
 
 
-def index(fd: int, size: int) -> dict[str, ZipMember]:
-    """The members by name; of several with one name the first. Raises ZipError."""
+def index(fd: int, size: int, *, once: bool = False) -> dict[str, ZipMember]:
+    """The members by name; of several with one name the first, or, with ``once``, an error. Raises ZipError."""
     tail_at, tail = _end_record(fd, size)
     count, length, start = struct.unpack_from("<HII", tail, 10)
     if count == _FULL16 or _FULL32 in (length, start):
@@ -146,6 +146,8 @@ def index(fd: int, size: int) -> dict[str, ZipMember]:
         if _FULL32 in (packed, whole, header):
             extra = data[at + 46 + n_name : at + 46 + n_name + n_extra]
             whole, packed, header = _large(extra, whole, packed, header)
+        if once and name in members:
+            raise ZipError(f"it has {name[:60]!r} twice")
         members.setdefault(name, ZipMember(name, method, packed, whole, header))
         at = end
     return members

@@ -1,0 +1,66 @@
+import json
+from pathlib import Path
+
+import pytest
+from pack_dumps import dump
+from synthetic_model import scaled
+
+from vllm_accprobe.cli import main
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    dump(home / "golden", together=False)
+    dump(home / "mine", faults={"model.layers.1.mlp.down_proj": scaled(1.5)})
+    (home / "notes.txt").write_text("mine")
+    assert main(["golden", "pack", str(home / "golden"), "--out", str(home / "x.golden")]) == 0
+    small = ["--out", str(home / "packs" / "y.golden"), "--max-mb", ".04"]
+    assert main(["golden", "pack", str(home / "mine"), *small]) == 0
+    data = bytearray((home / "x.golden").read_bytes())
+    data[len(data) // 2] ^= 1
+    (home / "altered.golden").write_bytes(data)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("golden verify x.golden", 0, "PASS: x.golden"),
+        ("golden verify x.golden packs/y.golden", 0, "PASS: packs/y.golden"),
+        ("golden verify x.golden altered.golden", 1, "FAIL: altered.golden"),
+        ("golden verify x.golden --sha256 0123456789abcdef", 1, "not 0123456789abcdef"),
+        ("golden verify x.golden --sha256 01", 2, "16 digits or more"),
+        ("golden verify notes.txt", 2, "notes.txt"),
+        ("golden verify absent.golden", 2, "absent.golden"),
+        ("golden history packs", 0, "first"),
+        ("golden history golden", 2, "has no pack"),
+        ("golden pack golden --out notes.txt", 2, "is not of this command"),
+        ("golden pack golden --out golden/x.golden", 2, "never written into"),
+        ("golden pack absent --out z.golden", 2, "does not exist"),
+        ("compare x.golden golden --no-replay --out out1", 0, "PASS"),
+        ("compare x.golden mine --no-replay --out out2", 1, "model.layers.1.mlp.down_proj"),
+        ("compare golden packs/y.golden --no-replay --out out3", 1, "model.layers.1.mlp.down_proj"),
+        ("compare altered.golden mine --no-replay --out out4", 2, "altered.golden"),
+        ("compare x.golden mine --plan", 0, "requests:"),
+        ("inspect x.golden --limit 1", 0, "is a golden pack"),
+    ],
+)
+def test_commands(
+    home: Path, words: str, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    assert main(words.split()) == code
+    out, err = capsys.readouterr()
+    assert said in out + err
+    assert code != 2 or (err.count("\n") == 1 and err.startswith("accprobe: "))
+
+
+def test_json(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    assert main(["golden", "verify", "x.golden", "altered.golden", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [p["verdict"] for p in found["packs"]] == ["pass", "fail"]
+    assert main(["compare", "x.golden", "mine", "--no-replay", "--json", "--out", "out5"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["golden"] == "x.golden"

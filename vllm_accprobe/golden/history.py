@@ -1,0 +1,116 @@
+"""Packs of one model in order: when, and where, it began to compute other numbers.
+
+The problem: a collection has a pack of each release and each card; which of them changed the numbers? The idea: packs
+of one model (class, dtype, config and weights' kind) are sorted by vLLM's version and their date, and each is compared
+with the one before, full rows and sketches, without a replay: packs hold no calls. Not here: the comparison
+(comparison/engine.py, estimated.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.result import FAIL, CompareError, Comparison
+from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.formats.io.pack_file import is_pack, verify
+from vllm_accprobe.golden.estimated import compared_sides
+
+ENDING = ".golden"
+FIRST, EQUAL, WITHIN, DIFFERS, UNREADABLE = "first", "equal", "within limits", "differs", "cannot be compared"
+_TEXT = 60
+
+
+@dataclass(frozen=True)
+class HistoryLine:
+    """One pack. model: its name; found: against the pack before it, of the words above; where: the module that begins
+    to differ, or why nothing is known; error, limit: relative L2 errors there."""
+
+    pack: str
+    model: str
+    vllm: str
+    device: str
+    date: str
+    found: str
+    where: str = ""
+    error: float | None = None
+    limit: float | None = None
+
+
+def history(folder: Path, said: Callable[[str], None] = lambda line: None) -> list[HistoryLine]:
+    """Of all packs in a folder and the folders in it, model by model. said: gets a line for each comparison. Raises
+    DumpError where there is none."""
+    packs = sorted(p for p in folder.rglob(f"*{ENDING}") if is_pack(p)) if folder.is_dir() else []
+    if not packs:
+        raise DumpError(f"{folder} has no pack: name a folder with files *{ENDING}")
+    lines: list[HistoryLine] = []
+    models: dict[str, list[tuple[Any, Path, Mapping[str, Any]]]] = defaultdict(list)
+    for path in packs:
+        try:
+            manifest, _ = verify(path)
+        except DumpError as e:
+            lines.append(HistoryLine(str(path.relative_to(folder)), "", "", "", "", UNREADABLE, str(e)))
+            continue
+        models[_model(manifest)].append((_order(manifest, path), path, manifest))
+    for of in models.values():
+        before: Path | None = None
+        for _, path, about in sorted(of, key=lambda p: p[0]):
+            if before is not None:
+                said(f"{before.name} and {path.name}")
+            lines.append(_line(folder, before, path, about))
+            before = path
+    return lines
+
+
+def _model(manifest: Mapping[str, Any]) -> str:
+    """What is one model whatever computes it."""
+    model = object_at(manifest, "model") or {}
+    known = {k: model.get(k) for k in ("class", "dtype", "quantization", "config")}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def manifest_text(manifest: object, *keys: str) -> str:
+    """A text in a manifest, which a stranger wrote: "" where it is none, cut at 60 characters."""
+    for key in keys:
+        manifest = manifest.get(key) if isinstance(manifest, dict) else None
+    return manifest[:_TEXT] if isinstance(manifest, str) and manifest.isprintable() else ""
+
+
+def _order(manifest: Mapping[str, Any], path: Path) -> tuple[Any, ...]:
+    version = manifest_text(manifest, "versions", "vllm")
+    return [int(n) for n in re.findall(r"\d+", version)[:4]], manifest_text(manifest, "start_time"), path.name
+
+
+def _line(folder: Path, before: Path | None, path: Path, manifest: Mapping[str, Any]) -> HistoryLine:
+    of = ("versions", "vllm"), ("device", "name"), ("start_time",)
+    vllm, device, date = (manifest_text(manifest, *keys) for keys in of)
+    model = Path(manifest_text(manifest, "model", "path")).name
+    about = str(path.relative_to(folder)), model, vllm, device, date[:10]
+    if before is None:
+        return HistoryLine(*about, FIRST)
+    try:
+        with compared_sides(before, path) as sides:
+            result = sides.judged(compare(sides.golden, sides.mine))
+    except (CompareError, DumpError) as e:
+        return HistoryLine(*about, UNREADABLE, str(e))
+    return HistoryLine(*about, *_found(result))
+
+
+def _found(result: Comparison) -> tuple[str, str, float | None, float | None]:
+    if result.verdict == FAIL:
+        at = result.origins[0] if result.origins else result.first_divergence or {}
+        error = at.get("created", at.get("value"))
+        return DIFFERS, f"{at.get('module', '')}/{at.get('role', '')}", error, at.get("floor", at.get("limit"))
+    differ = [p for p in result.pairs if p.status != "skip" and not p.identical and p.worst_row_rel_l2]
+    if not differ:
+        return EQUAL, "", None, None
+    first = min(differ, key=lambda p: (p.order, p.step or 0))
+    return WITHIN, f"{first.tap}/{first.role}", first.worst_row_rel_l2, first.limit
