@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import golden_stream, options, places
 from vllm_accprobe.cli.options import Command, argument, option
 from vllm_accprobe.cli.output import answer, say_written, show
 from vllm_accprobe.refusals import CommandError
@@ -128,3 +128,6 @@ def history(what: GoldenHistoryOptions) -> None:
 for _function, _short in ((pack, "Write a pack of a dump"), (verify, "Check packs against their manifests"),
                           (history, "When and where did a model begin to differ?")):  # fmt: skip
     golden.command(cls=Command, short_help=_short)(options.expanded(_function, f"golden {_function.__name__}"))
+golden.command(cls=Command, short_help="Compute a golden in float32 without a card, layer by layer")(
+    options.expanded(golden_stream.stream, "golden stream")
+)

@@ -2,10 +2,10 @@
 
 The problem: a checkpoint of hundreds of gigabytes is read a layer at a time, and transformers names and joins its
 tensors otherwise than the files do (experts are stacked, projections fused). The idea: the shards' headers say where
-each tensor lies; transformers' own rules, which `from_pretrained` uses, say which tensors make a parameter. They are
+each tensor is; transformers' own rules, which `from_pretrained` uses, say which tensors make a parameter. They are
 applied to one layer's tensors, or to one expert's, in the wanted dtype.
 
-Files may be hostile: safetensors only, no pickle and no code of the checkpoint. Not here: when what is read (stream.py).
+Files may be hostile: safetensors only, no pickle, no code of the checkpoint. Not here: when what is read (stream.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,9 @@ _DO = "name a checkpoint in bfloat16, float16 or float32"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies. elements, nbytes: of all of it."""
+    """Where a tensor lies."""
 
     shard: Path
-    elements: int
     nbytes: int
 
 
@@ -98,12 +98,10 @@ class CheckpointTensors:
             with safe_open(shard, "pt") as file:
                 for key in file.keys():  # noqa: SIM118  # it has no iterator
                     piece = file.get_slice(key)
-                    size, elements = _SIZES.get(str(piece.get_dtype())), 1
+                    size = _SIZES.get(str(piece.get_dtype()))
                     if size is None:
-                        raise CommandError(f"{shard.name}: {key} is {piece.get_dtype()}, of a quantised model; {_DO}")
-                    for n in piece.get_shape():
-                        elements *= n
-                    self.tensors[key] = StoredTensor(shard, elements, elements * size)
+                        raise CommandError(f"{shard}: {key} is {piece.get_dtype()}, of a quantised model; {_DO}")
+                    self.tensors[key] = StoredTensor(shard, size * math.prod(piece.get_shape()))
         except (SafetensorError, OSError) as e:
             raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
 
@@ -126,10 +124,9 @@ class CheckpointTensors:
         """Tensors of the files that make one parameter or buffer."""
         return self._keys.get(name, [])
 
-    def stored_bytes(self) -> int:
-        """Of all tensors that the model has."""
-        names = self._names
-        return sum(self.tensors[key].nbytes for name, keys in self._keys.items() if name in names for key in keys)
+    def stored_bytes(self, keys: Iterable[str]) -> int:
+        """Of those of ``keys`` that make parameters of the model."""
+        return sum(self.tensors[key].nbytes for key in keys if self._target[key][0] in self._names)
 
     def read(self, keys: Iterable[str], expert: int | None = None) -> dict[str, torch.Tensor]:
         """Parameter → its tensor, of those that ``keys`` make. expert: of tensors that hold all experts only this

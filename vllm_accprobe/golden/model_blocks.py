@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from vllm_accprobe.refusals import CommandError
 _WORK_ROWS = 40
 """Rows of a hidden state's width that a layer needs for each token while it is computed, chosen: three MLP products of
 up to 5.5 widths, attention's four, and copies."""
-_BASE = 1 << 29
-"""Memory of torch and transformers."""
+_BASE = 8e8
+"""Memory of torch and transformers, measured."""
 
 
 def built(folder: Path, dtype: torch.dtype) -> Any:
@@ -53,6 +53,17 @@ def built(folder: Path, dtype: torch.dtype) -> Any:
             return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as e:
         raise CommandError(f"{file}: no model can be built from it: {e}") from None
+
+
+def encoder(folder: Path) -> Callable[[str], list[int]]:
+    """Text → token ids, by the model's own tokenizer. Raises CommandError."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as e:  # whatever a stranger's files make it raise
+        raise CommandError(f"{folder}: its tokenizer cannot be used ({e}): name prompts with token_ids") from None
+    return lambda text: list(tokenizer(text)["input_ids"])
 
 
 @contextmanager
@@ -108,15 +119,16 @@ class ModelBlocks:
         alone, total, largest = self.streamed.get(path, ()), 0, 0
         for name, parameter in self.modules[path].named_parameters(prefix=path):
             size = parameter.numel() * self._itemsize
-            total += 2 * size // max(parameter.shape[0], 1) if name in alone else size
+            total += 2 * size // parameter.shape[0] if name in alone else size
             largest = max(largest, size if parameter.dim() == 3 and name not in alone else 0)
         return total + largest
 
-    def memory(self, tokens: list[int], scored: int, width: int, vocabulary: int) -> int:
-        """Bytes that a run over prompts of so many tokens needs. scored: most rows of logits at a time."""
+    def memory(self, stored: Callable[[str], int], tokens: list[int], scored: int, width: int, vocabulary: int) -> int:
+        """Bytes that a run over prompts of so many tokens needs. stored: bytes of a block in the files, which are
+        mapped while they are read; scored: most rows of logits at a time."""
         rows = 3 * sum(tokens) + _WORK_ROWS * max(tokens)
-        most = max(map(self.nbytes, self.modules))
-        return most + (rows * width + 4 * scored * vocabulary) * self._itemsize + _BASE
+        most = max(self.nbytes(path) + stored(path) for path in self.modules)
+        return most + (rows * width + 4 * scored * vocabulary) * self._itemsize + int(_BASE)
 
     def linear_bytes(self) -> int:
         """Bytes for each row of all that the layers' linear maps give."""

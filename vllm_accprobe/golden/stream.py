@@ -111,7 +111,7 @@ def streamed(
             raise CommandError(f"{len(ids)} prompts and {len(other)} {what}: name one for each prompt")
     for number, (prompt, length) in enumerate(zip(ids, lengths, strict=True)):
         if not 0 < length <= len(prompt):
-            raise CommandError(f"prompt {number} has {len(prompt)} token ids, {length} of them the prompt's: name 1 to all")
+            raise CommandError(f"prompt {number} has {len(prompt)} token ids, {length} of them the prompt's: name some")
     if not ids:
         raise CommandError("there is no prompt: name one or more")
     if dtype not in ("float32", "float64"):
@@ -122,6 +122,7 @@ def streamed(
     run = _Run(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, expert_bytes)
     run.names = [f"p{n}" for n in range(len(ids))] if names is None else list(names)
     with torch.no_grad(), ExitStack() as stack:
+        stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
         run.open(out.absolute(), resume, progress, stack)
         return run.through(progress)
 
@@ -219,6 +220,7 @@ class _Run:
             if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
                 raise CommandError(f"prompt {number} has token ids outside 0 to {self._vocabulary - 1} of {folder}")
         self._chunked = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._recording: Recording | None = None
         self._prompts: list[_Prompt] = []
         self._requests = Requests(config)
         self._order: list[str] = []
@@ -244,13 +246,13 @@ class _Run:
             raise CommandError(f"{out} is not finished: resume it, or remove it and {self._folder_of_state}")
         saved, tensors = begun if begun is not None else ({}, {})
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        self._recording = recording = Recording(
+        self._recording = Recording(
             self._config, out, self._facts(), Layouts(modules, 0, 1), self._space, rank=0, parallel=unsplit(1),
             device=torch.device("cpu"), setting="out=", on_stop=self._stopped,
             begun=Checkpoint(**saved["files"]) if begun is not None else None,
         )  # fmt: skip
         self._check_stopped()
-        self._session = session = recording.session
+        self._session = session = self._recording.session
         session.flatten = self._flatten
         said = override(session.sink, "line", _drop) if begun is not None else _drop  # the journal has these lines
         taps = Taps(session, self._outside)
@@ -278,8 +280,9 @@ class _Run:
     def _check_memory(self, progress: Callable[[str], None]) -> None:
         lengths = [len(prompt) for prompt in self._ids]
         scored = max(n - first + 1 for n, first in zip(lengths, self._lengths, strict=True))
-        need = self._blocks.memory(lengths, max(scored, min(_CHUNK, max(lengths))), self._width, self._vocabulary)
-        have, total = available_memory(), self._files.stored_bytes()
+        rows = max(scored, min(_CHUNK, max(lengths)))
+        need = self._blocks.memory(self._stored, lengths, rows, self._width, self._vocabulary)
+        have, total = available_memory(), self._files.stored_bytes(set(self._files.tensors))
         stored = sum(lengths) if self._wanted is None else sum(map(len, self._wanted))
         disk = 2 * sum(lengths) * self._width * self._dtype.itemsize
         if not self._config.modules and "output" in self._config.parts:
@@ -294,6 +297,9 @@ class _Run:
                 "or a machine with more"
             )
         self._check_disk(disk)
+
+    def _stored(self, path: str) -> int:
+        return self._files.stored_bytes(self._files.sources(path, self._blocks.streamed.get(path, ())))
 
     def _check_disk(self, need: int) -> None:
         place = self._out
@@ -425,7 +431,7 @@ class _Run:
         if self._loaded == path:
             return
         if self._loaded:
-            raise CommandError(f"{path} runs where {self._loaded} ran for another prompt: it cannot be streamed")
+            raise CommandError(f"{path} runs where {self._loaded} ran for the first prompt: it cannot be streamed")
         block, tied, streamed_ = self._blocks.modules[path], self._tied, self._blocks.streamed.get(path, ())
         self._loaded = path
         self._meta = dict(block.named_parameters(prefix=path, remove_duplicate=False))
@@ -481,7 +487,8 @@ class _Run:
                 self._answer(replies)
             self._save()
             seconds, read = time.monotonic() - start, self._files.read_bytes - read
-            line = f"block {len(self._order)} of {total}, {path}: {seconds:.1f} s, {_gb(read)} read, peak {_gb(_peak())}"
+            line = f"block {len(self._order)} of {total}, {path}: {seconds:.1f} s, {_gb(read)} read"
+            line += f", peak memory {_gb(_peak())}"
             if path in self._blocks.layers:
                 layer_seconds.append(seconds)
                 layer_bytes = self._payload - written
@@ -493,11 +500,16 @@ class _Run:
             progress(line)
         for tap, why in self._taps.never_fired():
             sink.skip(tap, why)
-        self._recording.close("closed")
+        self.close("closed")
         shutil.rmtree(self._folder_of_state)
         return StreamSummary(
             total, resumed, time.monotonic() - began, self._files.read_bytes, _peak(), sink.tensors, self._payload
         )  # fmt: skip
+
+    def close(self, reason: str) -> None:
+        """Ends the dump, if it was begun. Safe to call twice."""
+        if self._recording is not None:
+            self._recording.close(reason)
 
     # Log-probabilities.
 
