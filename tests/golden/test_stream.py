@@ -74,15 +74,16 @@ def whole(model: Path, out: Path, scored: list[int], **how: Any) -> Any:
 
 
 def lines(dump: Dump) -> dict[Any, Any]:
-    """All that a dump says of each tensor, but where its bytes lie."""
+    """All that a dump says of each tensor, but where its bytes lie, and sums, whose order depends on that."""
     assert dump.problems == []
     found = {}
     for r in dump.records:
-        assert r.payload is not None
-        np.asarray(dump.read(r))
+        if r.payload is not None:
+            np.asarray(dump.read(r))
         key = (r.tap, r.role, r.step, r.call)
         assert key not in found
-        found[key] = (r.hash, r.dtype, r.shape, r.rows, r.cls, r.mutated, r.stats, None if r.step is None else r.seq)
+        found[key] = (r.hash, r.dtype, r.shape, r.rows, r.cls, r.mutated, r.payload is None, r.sample, r.stats.count,
+                      None if r.step is None else r.seq)  # fmt: skip
     return found
 
 
@@ -124,8 +125,8 @@ def test_generated_tokens_chosen_rows_and_log_probabilities(qwen2: Path, tmp_pat
     streamed(qwen2, PROMPTS, tmp_path / "some", progress=quiet, prompt_lengths=lengths, rows=rows)
     net = whole(qwen2, tmp_path / "whole", [1, 4, 8])
     every, some, golden = (open_dump(tmp_path / name) for name in ("all", "some", "whole"))
-    assert [(r.prompt_len, r.prompt) for r in every.requests] == [(r.prompt_len, r.prompt) for r in some.requests]
-    assert [r.prompt_len for r in every.requests] == lengths
+    assert every.requests == some.requests
+    assert [r.prompt_len for r in every.requests.values()] == lengths
     for step, (ids, length, chosen) in enumerate(zip(PROMPTS, lengths, rows, strict=True)):
         for tap, role, first in (("model.layers.1.mlp", "output.0", 0), ("lm_head", "output.0", length - 1)):
             found = []
@@ -151,7 +152,7 @@ class Killed(BaseException):
     """Ends a run as a signal does."""
 
 
-@pytest.mark.parametrize("block", [0, 1, 3, 6, 7])
+@pytest.mark.parametrize("block", [0, 1, 3, 6])
 def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before block ``block`` is done, after some of its tensors were written; then, what is torn is cut off."""
     from vllm_accprobe.golden import stream
@@ -178,7 +179,7 @@ def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeyp
         streamed(qwen2, PROMPTS, out, progress=quiet, resume=False)
     said: list[str] = []
     done = streamed(qwen2, PROMPTS, out, progress=said.append)
-    assert done.resumed == min(block, done.blocks - 1)
+    assert done.resumed == block
     assert lines(open_dump(out)) == lines(open_dump(expected))
     assert open_dump(out).requests == open_dump(expected).requests
     assert open_dump(out).ends[0].tensors == done.tensors
@@ -310,4 +311,4 @@ def test_the_command(qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "already holds a dump" in capsys.readouterr().err
     again = ["golden", "stream", str(qwen2), "--prompts", str(tmp_path / "out" / ANSWERS), "--out", out + "2"]
     assert main(again) == 0
-    assert [r.prompt_len for r in open_dump(out + "2").requests] == [1, 1]
+    assert [r.prompt_len for r in open_dump(out + "2").requests.values()] == [1, 1]

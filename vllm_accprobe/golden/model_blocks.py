@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.padded_batch import language_path
-from vllm_accprobe.refusals import CommandError
+from vllm_accprobe.refusals import CommandError, one_line
 
 _WORK_ROWS = 40
 """Rows of a hidden state's width that a layer needs for each token while it is computed, chosen: three MLP products of
@@ -40,7 +40,8 @@ def built(folder: Path, dtype: torch.dtype) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:  # whatever a stranger's file makes it raise
-        raise CommandError(f"{file}: transformers {transformers.__version__} cannot use it: {e}") from None
+        raise CommandError(f"{file}: transformers {transformers.__version__} cannot use it without its own code, "
+                           f"which is not run: {one_line(e)}") from None  # fmt: skip
     if (method := getattr(config, "quantization_config", None)) is not None:
         kind = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", "")
         raise CommandError(f"{folder} is quantised ({kind}): name the checkpoint that was quantised, in bfloat16")
@@ -52,7 +53,7 @@ def built(folder: Path, dtype: torch.dtype) -> Any:
         with _without_memory():
             return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as e:
-        raise CommandError(f"{file}: no model can be built from it: {e}") from None
+        raise CommandError(f"{file}: no model can be built from it: {one_line(e)}") from None
 
 
 def encoder(folder: Path) -> Callable[[str], list[int]]:
@@ -62,7 +63,7 @@ def encoder(folder: Path) -> Callable[[str], list[int]]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:  # whatever a stranger's files make it raise
-        raise CommandError(f"{folder}: its tokenizer cannot be used ({e}): name prompts with token_ids") from None
+        raise CommandError(f"{folder}: its tokenizer cannot be used ({one_line(e)}): name prompts with token_ids") from None
     return lambda text: list(tokenizer(text)["input_ids"])
 
 
