@@ -159,7 +159,7 @@ def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeyp
 
     expected = tmp_path / "expected"
     streamed(qwen2, PROMPTS, expected, progress=quiet)
-    made, inner = [0], stream._Run._pass
+    made, inner = [0], stream._StreamRun._pass
 
     def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
         made[0] += 1
@@ -168,7 +168,7 @@ def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeyp
         return inner(self, *args, **kwargs)
 
     out = tmp_path / "out"
-    monkeypatch.setattr(stream._Run, "_pass", dying)
+    monkeypatch.setattr(stream._StreamRun, "_pass", dying)
     with pytest.raises(Killed):
         streamed(qwen2, PROMPTS, out, progress=quiet)
     monkeypatch.undo()

@@ -99,7 +99,7 @@ class OpenSegment:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class DumpCheckpoint:
     """What of a rank's files is whole, so that a later process can continue behind it: the journal's bytes, finished
     segments, and the bytes of the payloads in them."""
 
@@ -134,7 +134,9 @@ class BatchStaging:
     accepted, ``waiting_lines`` those not yet written (the writer counts them down), ``sealed`` the batches ever queued.
     After ``closed`` is set, nobody waits. ``next_segment`` is the index of the next one."""
 
-    def __init__(self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int, begun: Checkpoint):
+    def __init__(
+        self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int, begun: DumpCheckpoint
+    ):
         self.free: list[AlignedBlock] = []
         self.to_disk: deque[WriteBatch] = deque()
         self.to_journal: deque[WriteBatch] = deque()
@@ -448,7 +450,7 @@ def _remove_from(directory: Path, index: int) -> None:
         index += 1
 
 
-__all__ = ["Checkpoint", "RankWriter", "StatsCell", "write_run_json"]
+__all__ = ["DumpCheckpoint", "RankWriter", "StatsCell", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
 _LINE_AGE = 0.1
@@ -481,7 +483,7 @@ class RankWriter:
         blocks: int = 6,
         segment_bytes: int = 1 << 30,
         on_stop: Callable[[str], None] | None = None,
-        begun: Checkpoint | None = None,
+        begun: DumpCheckpoint | None = None,
     ):
         if block_bytes <= 0 or block_bytes % PAGE or blocks < 2:
             raise ValueError(f"block_bytes must be a multiple of {PAGE} and blocks at least 2")
@@ -494,7 +496,7 @@ class RankWriter:
         self._cond = threading.Condition(self._lock)
         self.pending: list[TensorLine] = []
         """Lines without payload that no lock was taken for yet: whoever appends one calls ``release`` soon."""
-        begun = begun or Checkpoint()
+        begun = begun or DumpCheckpoint()
         self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes, begun)
         self._done = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
@@ -606,7 +608,7 @@ class RankWriter:
             self._cond.wait_for(lambda: self._done >= target or self.stopped is not None, timeout)
             return self._done >= target and self.stopped is None
 
-    def checkpoint(self, timeout: float = _CLOSE_TIMEOUT) -> Checkpoint | None:
+    def checkpoint(self, timeout: float = _CLOSE_TIMEOUT) -> DumpCheckpoint | None:
         """Finishes the segment and waits until everything is on disk; None when it is not, or capture has stopped.
         Raises OSError."""
         self.release()
@@ -615,7 +617,7 @@ class RankWriter:
         if not self.flush(timeout) or self._output is None:
             return None
         self._output.journal.sync()
-        return Checkpoint(self._output.journal.size, self._staging.next_segment, self._staging.payload_bytes)
+        return DumpCheckpoint(self._output.journal.size, self._staging.next_segment, self._staging.payload_bytes)
 
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,

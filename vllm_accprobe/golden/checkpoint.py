@@ -32,7 +32,7 @@ _DO = "name a checkpoint in bfloat16, float16 or float32"
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ShardTensor:
     """Where a tensor lies."""
 
     shard: Path
@@ -85,7 +85,7 @@ class CheckpointTensors:
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._names = model.state_dict()
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, ShardTensor] = {}
         for shard in shards_of(folder):
             self._list(shard)
         self._target = {key: self._renamed(key) for key in self.tensors}
@@ -101,7 +101,7 @@ class CheckpointTensors:
                     size = _SIZES.get(str(piece.get_dtype()))
                     if size is None:
                         raise CommandError(f"{shard}: {key} is {piece.get_dtype()}, of a quantised model; {_DO}")
-                    self.tensors[key] = StoredTensor(shard, size * math.prod(piece.get_shape()))
+                    self.tensors[key] = ShardTensor(shard, size * math.prod(piece.get_shape()))
         except (SafetensorError, OSError) as e:
             raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
 

@@ -40,8 +40,8 @@ def built(folder: Path, dtype: torch.dtype) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:  # whatever a stranger's file makes it raise
-        raise CommandError(f"{file}: transformers {transformers.__version__} cannot use it without its own code, "
-                           f"which is not run: {one_line(e)}") from None  # fmt: skip
+        why = f"transformers {transformers.__version__} cannot use it without code of its own, which is not run"
+        raise CommandError(f"{file}: {why}: {one_line(e)}") from None
     if (method := getattr(config, "quantization_config", None)) is not None:
         kind = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", "")
         raise CommandError(f"{folder} is quantised ({kind}): name the checkpoint that was quantised, in bfloat16")
@@ -63,7 +63,7 @@ def encoder(folder: Path) -> Callable[[str], list[int]]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:  # whatever a stranger's files make it raise
-        raise CommandError(f"{folder}: its tokenizer cannot be used ({one_line(e)}): name prompts with token_ids") from None
+        raise CommandError(f"{folder}: no tokenizer ({one_line(e)}): name prompts with token_ids") from None
     return lambda text: list(tokenizer(text)["input_ids"])
 
 

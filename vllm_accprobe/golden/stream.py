@@ -42,7 +42,7 @@ from vllm_accprobe.capture.taps.hooks import Tap, Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import LOGITS, RUN_JSON, Segment, Step, hash_tokens
-from vllm_accprobe.dump.writer import Checkpoint
+from vllm_accprobe.dump.writer import DumpCheckpoint
 from vllm_accprobe.golden.checkpoint import CheckpointTensors, StreamedExperts, assign, identity, shards_of
 from vllm_accprobe.golden.model_blocks import ModelBlocks, available_memory, built
 from vllm_accprobe.refusals import CommandError
@@ -119,7 +119,7 @@ def streamed(
     shards_of(model)
     config = ProbeConfig.from_kwargs(dir=str(out), modules=list(modules), parts=list(parts), max_gb=_NO_BUDGET_GB)
     net = built(model, getattr(torch, dtype))
-    run = _Run(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, expert_bytes)
+    run = _StreamRun(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, expert_bytes)
     run.names = [f"p{n}" for n in range(len(ids))] if names is None else list(names)
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
@@ -196,7 +196,7 @@ class _Prompt:
     known: frozenset[str] = frozenset()
 
 
-class _Run:
+class _StreamRun:
     """A model, its taps, its prompts, and the pass that runs."""
 
     names: list[str]
@@ -249,7 +249,7 @@ class _Run:
         self._recording = Recording(
             self._config, out, self._facts(), Layouts(modules, 0, 1), self._space, rank=0, parallel=unsplit(1),
             device=torch.device("cpu"), setting="out=", on_stop=self._stopped,
-            begun=Checkpoint(**saved["files"]) if begun is not None else None,
+            begun=DumpCheckpoint(**saved["files"]) if begun is not None else None,
         )  # fmt: skip
         self._check_stopped()
         self._session = session = self._recording.session

@@ -33,7 +33,7 @@ from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir
 from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.journal_writer import write_run_json
 from vllm_accprobe.dump.schema import rank_dir
-from vllm_accprobe.dump.writer import Checkpoint
+from vllm_accprobe.dump.writer import DumpCheckpoint
 
 REGISTER = "ACCPROBE_RUN_REGISTER"
 """Environment variable: a file to which each dump's directory is appended, a line each. Not for users."""
@@ -154,7 +154,7 @@ class Recording:
         setting: str | None = None,
         announced: bool = False,
         on_stop: Callable[[str], None] | None = None,
-        begun: Checkpoint | None = None,
+        begun: DumpCheckpoint | None = None,
     ):
         self.root = free_directory(root, rank, contents) if contents else root
         try:

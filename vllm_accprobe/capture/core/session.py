@@ -52,7 +52,7 @@ from vllm_accprobe.dump.schema import (
     Stop,
 )
 from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
-from vllm_accprobe.dump.writer import Checkpoint, RankWriter
+from vllm_accprobe.dump.writer import DumpCheckpoint, RankWriter
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -254,7 +254,7 @@ class Sink:
         on_stop: Callable[[str], None],
         device: torch.device | None = None,
         staged: bool = False,
-        begun: Checkpoint | None = None,
+        begun: DumpCheckpoint | None = None,
     ):
         self.keep = config.task == "tensor"
         self._on_stop = on_stop
