@@ -25,8 +25,8 @@ class GoldenStreamOptions:
     modules: str = option("--modules", "", "Globs or presets, as for `run`. Default: all.", metavar="GLOBS")
     rows: str = option("--rows", "all", "all, or pack: those that a pack stores in full.", metavar="WHICH")
     dtype: str = option("--dtype", "float32", "float32 or float64.")
-    expert_gb: float = option("--expert-gb", 4.0, "Of larger layers, experts are read one at a time.", min=0.001,
-                              metavar="GB")  # fmt: skip
+    expert_gb: float | None = option("--expert-gb", None, "Of layers that need more memory, experts are read one at a "
+                                     "time. Default: half of what is free.", min=0.001, metavar="GB")  # fmt: skip
 
 
 def stream(what: GoldenStreamOptions) -> None:
@@ -56,7 +56,7 @@ def stream(what: GoldenStreamOptions) -> None:
     modules = tuple(filter(None, what.modules.split(",")))
     done = streamed(
         what.model, ids, what.out, dtype=what.dtype, modules=modules, progress=USUAL, prompt_lengths=lengths, rows=rows,
-        names=names, expert_bytes=int(what.expert_gb * 1e9),
+        names=names, expert_bytes=None if what.expert_gb is None else int(what.expert_gb * 1e9),
     )  # fmt: skip
     typer.echo(
         f"{done.blocks} blocks, {done.tensors:,} tensors, {done.payload_bytes / 1e9:.2f} GB, in {done.seconds:,.0f} s; "

@@ -8,6 +8,7 @@ other subtree with parameters is a block, too. Not here: tensors of the files (c
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from vllm_accprobe.capture.padded_batch import language_path
 from vllm_accprobe.refusals import CommandError, one_line
@@ -23,6 +25,9 @@ from vllm_accprobe.refusals import CommandError, one_line
 _WORK_ROWS = 40
 """Rows of a hidden state's width that a layer needs for each token while it is computed, chosen: three MLP products of
 up to 5.5 widths, attention's four, and copies."""
+_FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn))
+_LARGE = 1 << 26
+"""Elements of a tensor that no buffer has; chosen."""
 _BASE = 8e8
 """Memory of torch and transformers, measured."""
 
@@ -67,6 +72,19 @@ def encoder(folder: Path) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer(text)["input_ids"])
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """A layer's experts may be larger than the memory even before they are registered."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            size = kwargs.get("size", args)
+            size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+            if math.prod(n for n in size if isinstance(n, int)) > _LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _without_memory() -> Iterator[None]:
     before = torch.nn.Module.register_parameter
@@ -78,17 +96,17 @@ def _without_memory() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         torch.nn.Module.register_parameter = before  # type: ignore[method-assign]
 
 
 class ModelBlocks:
     """modules: path → module, in the model's order; layers: those of them that are layers; resident: path → module of
-    those that contain blocks, whose own parameters stay in memory. expert_bytes: of a larger block, parameters that
-    hold all experts are read one expert at a time. Raises CommandError where there are no layers."""
+    those that contain blocks, whose own parameters stay in memory. Raises CommandError where there are no layers."""
 
-    def __init__(self, model: Any, expert_bytes: int):
+    def __init__(self, model: Any):
         self._itemsize = next(p.dtype.itemsize for p in model.parameters())
         self.modules: dict[str, torch.nn.Module] = {}
         self.resident: dict[str, torch.nn.Module] = {}
@@ -98,10 +116,13 @@ class ModelBlocks:
         self.tied = _tied(model)
         self.streamed: dict[str, tuple[str, ...]] = {}
         """Block → its parameters that are read one expert at a time."""
+
+    def stream_experts(self, larger: int) -> None:
+        """Of blocks that need more than ``larger`` bytes, parameters of all experts are read one expert at a time."""
         for path, module in self.modules.items():
-            sizes = dict(module.named_parameters(prefix=path))
-            stacked = tuple(name for name, p in sizes.items() if p.dim() == 3 and ".experts." in name)
-            if stacked and sum(p.numel() for p in sizes.values()) * self._itemsize > expert_bytes:
+            parameters = module.named_parameters(prefix=path)
+            stacked = tuple(name for name, p in parameters if p.dim() == 3 and ".experts." in name)
+            if stacked and self.nbytes(path) > larger:
                 self.streamed[path] = stacked
 
     def _walk(self, path: str, module: torch.nn.Module, layers: str) -> None:

@@ -85,7 +85,7 @@ def streamed(
     rows: Sequence[Sequence[int]] | None = None,
     parts: Sequence[str] = ("input", "output"),
     names: Sequence[str] | None = None,
-    expert_bytes: int = 4 << 30,
+    expert_bytes: int | None = None,
 ) -> StreamSummary:
     """Writes the dump ``out`` of the checkpoint at ``model``, in ``dtype`` (float32 or float64), on this CPU.
 
@@ -98,7 +98,8 @@ def streamed(
             prompt's last row on. None: all.
         rows: of each prompt the positions whose rows are stored; None: all.
         names: of the prompts, in the answers.
-        expert_bytes: of a layer that is larger in ``dtype``, experts are read one at a time.
+        expert_bytes: of a layer that needs more memory, experts are read one at a time, for each prompt again. None:
+            half of what is available; a run that continues does as it began.
 
     Raises:
         CommandError: what cannot be read, does not fit, or is of another run; one line.
@@ -119,7 +120,8 @@ def streamed(
     shards_of(model)
     config = ProbeConfig.from_kwargs(dir=str(out), modules=list(modules), parts=list(parts), max_gb=_NO_BUDGET_GB)
     net = built(model, getattr(torch, dtype))
-    run = _StreamRun(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, expert_bytes)
+    larger = available_memory() // 2 if expert_bytes is None else expert_bytes
+    run = _StreamRun(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, larger)
     run.names = [f"p{n}" for n in range(len(ids))] if names is None else list(names)
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
@@ -203,12 +205,10 @@ class _StreamRun:
 
     def __init__(
         self, folder: Path, model: Any, ids: list[list[int]], lengths: list[int], wanted: list[set[int]] | None,
-        config: ProbeConfig, expert_bytes: int,
+        config: ProbeConfig, larger: int,
     ):  # fmt: skip
         self._model, self._ids, self._lengths, self._wanted, self._config = model, ids, lengths, wanted, config
-        self._blocks = ModelBlocks(model, expert_bytes)
-        if self._blocks.streamed:
-            model.set_experts_implementation("eager")  # takes them by their number
+        self._blocks, self._larger = ModelBlocks(model), larger
         self._dtype = next(model.parameters()).dtype
         self._files = CheckpointTensors(folder, model, self._dtype)
         self._folder = folder
@@ -238,8 +238,12 @@ class _StreamRun:
         """Checks memory and disk, begins the dump or continues it, and puts taps on the model until ``stack`` closes.
         Raises CommandError."""
         self._out, self._folder_of_state = out, out.with_name(out.name + ".stream")
-        self._check_memory(progress)
         begun = self._read_state()
+        self._larger = begun[0]["larger"] if begun is not None else self._larger
+        self._blocks.stream_experts(self._larger)
+        if self._blocks.streamed:
+            self._model.set_experts_implementation("eager")  # takes them by their number
+        self._check_memory(progress)
         if begun is None and (out / RUN_JSON).exists():
             raise CommandError(f"{out} already holds a dump: name another directory, or remove it")
         if begun is not None and not resume:
@@ -604,8 +608,8 @@ class _StreamRun:
             })  # fmt: skip
         sink = self._session.sink
         saved = {
-            "schema": _SCHEMA, "identity": self._identity(), "files": dataclasses.asdict(files), "order": self._order,
-            "complete": self._complete, "prompts": prompts, "fired": sorted(self._session.fired),
+            "schema": _SCHEMA, "identity": self._identity(), "larger": self._larger, "files": dataclasses.asdict(files),
+            "order": self._order, "complete": self._complete, "prompts": prompts, "fired": sorted(self._session.fired),
             "tensors": sink.tensors, "steps": sink.steps, "skipped": [[*key, n] for key, n in sink.skipped.items()],
         }  # fmt: skip
         self._folder_of_state.mkdir(mode=0o700, exist_ok=True)
