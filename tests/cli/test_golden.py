@@ -43,6 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("compare golden packs/y.golden --no-replay --out out3", 1, "model.layers.1.mlp.down_proj"),
         ("compare altered.golden mine --no-replay --out out4", 2, "altered.golden"),
         ("compare x.golden mine --plan", 0, "requests:"),
+        ("compare x.golden mine --ray auto", 2, "without --ray"),
         ("inspect x.golden --limit 1", 0, "is a golden pack"),
     ],
 )

@@ -22,6 +22,10 @@ DIFFERENT: dict[str, str] = {
     "--graphs": "VLLM_ACCPROBE_GRAPHS is a switch, which run and errcheck have; doctor proves what the taps in them do",
     "--config": "VLLM_ACCPROBE_CONFIG is a TOML file of settings; opcheck's and online's is msprobe's json",
     "--heal": "VLLM_ACCPROBE_HEAL are modules, which run has; gate heals the one that --localize names",
+    "--out": "golden pack and make write a file, all others a folder",
+    "-o": "as --out",
+    "--seed": "golden draws rows and signs with it",
+    "--prompts": "golden pack puts a file into the pack, all others send it",
     "-d": "msprobe's devices, elsewhere --dir",
 }
 """Names of more than one meaning, and why."""

@@ -101,7 +101,9 @@ def _show_plan(sides: ComparedSides, judging: Any, rules: Any, form: Format) -> 
 def _compared(
     sides: ComparedSides, judging: Any, work: Any, rules: Any, standard: str, rate: float, out: Path, form: Format
 ) -> Comparison:  # fmt: skip
-    """The comparison with what its replay proves."""
+    """The comparison with what its replay proves. Raises CompareError."""
+    if work.ray is not None and any(sides.packs):
+        raise CompareError("--ray: a golden pack is opened on this machine alone: compare without --ray")
     before = _print_before if form is Format.terminal else lambda result: None
     request = replay.ReplayRequest(
         sides.golden, sides.mine, work.replay, judging.taps, judging.op_mapping_file, rate, work.replay_seconds,

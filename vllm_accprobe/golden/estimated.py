@@ -133,7 +133,7 @@ def compared_sides(golden: Path, mine: Path) -> Iterator[ComparedSides]:
 
 
 @dataclass
-class _Place:
+class _SketchedTensor:
     """The sketched rows of one tensor. keys: int64 [n], sorted; estimate, low, high: relative errors, NaN where only
     one side is finite; spoilt: bool [n], that."""
 
@@ -170,7 +170,7 @@ class _Estimates:
         routed = (u.order for u in self._plan.units if is_routed(u))
         self._routed = min(routed, default=1 << 60)
         self.skipped: Counter[str] = Counter()
-        self.places: dict[tuple[str, str, int], _Place] = {}
+        self.places: dict[tuple[str, str, int], _SketchedTensor] = {}
         for unit in self._plan.units:
             if unit.is_param or unit.vision or (found := self._place(unit)) is None:
                 continue
@@ -191,7 +191,7 @@ class _Estimates:
 
     # --- rows of both sides ----------------------------------------------------------------------------------------
 
-    def _place(self, unit: Unit) -> _Place | None:
+    def _place(self, unit: Unit) -> _SketchedTensor | None:
         packs, keys = self._sides.packs, (unit.golden_key, unit.key)
         stored = [p.sketches.places.get(place_name(k)) if p is not None else None
                   for p, k in zip(packs, keys, strict=True)]  # fmt: skip
@@ -223,8 +223,9 @@ class _Estimates:
         part.feature = (place.width,)
         total, created, _ = self._check.limits(measured, [part])[0]
         none = np.zeros(0)
-        return _Place(unit, measured, (total, created), np.array(shared, np.int64), (sides[0], sides[1]), group,
-                      list(unit.mine), place.width, none, none, none, none)  # fmt: skip
+        keys = np.array(shared, np.int64)
+        return _SketchedTensor(unit, measured, (total, created), keys, (sides[0], sides[1]), group, list(unit.mine),
+                               place.width, none, none, none, none)  # fmt: skip
 
     def _sketched(self, side: int, place: SketchPlace) -> dict[int, tuple[float, np.ndarray, float, int]]:
         pack = self._sides.packs[side]
@@ -333,7 +334,7 @@ class _Estimates:
         inner = {outer for tap in found for outer in enclosing(tap) if outer != tap}
         return sorted((f for tap, f in found.items() if tap not in inner), key=lambda f: f[0])
 
-    def _entry(self, p: _Place, rows: list[tuple[int, float]]) -> dict[str, Any]:
+    def _entry(self, p: _SketchedTensor, rows: list[tuple[int, float]]) -> dict[str, Any]:
         first, most = min(rows, key=lambda r: int(p.keys[r[0]]))
         worst = max(float(p.low[i]) for i, _ in rows)
         limit = p.limits[1].row
@@ -351,7 +352,7 @@ class _Estimates:
             "rows": len(rows), "worst": worst, "nonfinite": 0, "shape": said, "setting": "", "cause": None, "gap": None,
         }  # fmt: skip
 
-    def _phase(self, p: _Place, row: int) -> str | None:
+    def _phase(self, p: _SketchedTensor, row: int) -> str | None:
         group = p.group[row]
         where = p.groups[group].where if group >= 0 else None
         if where is None:
@@ -369,7 +370,7 @@ class _Estimates:
                 found.append(self._pair(p, np.flatnonzero(p.group == number), number))
         return found
 
-    def _pair(self, p: _Place, at: np.ndarray, number: int) -> Pair:
+    def _pair(self, p: _SketchedTensor, at: np.ndarray, number: int) -> Pair:
         unit, limit = p.unit, p.limits[0].row
         mine = (p.groups[number] if number >= 0 else unit.mine[0]).first
         first = unit.golden[0].first

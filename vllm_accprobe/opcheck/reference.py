@@ -12,7 +12,7 @@ Elsewhere: the formulas (references/), how a call finds its reference (reference
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -205,14 +205,30 @@ in float64 and float32; what is larger is made for each call."""
 class Params(dict[str, Tensor]):
     """Tensors that all calls of a module share, by name, with what was computed from them: a weight becomes float64
     once and not for each call. shared: parameters that are arguments of an operator's calls, by what distinguishes
-    them; why: of those that are not here, the reason where one is known."""
+    them; why: of those that are not here, the reason where one is known; unread: those that the module has and whose
+    values are not here. Whoever asks for one of these is declined: a norm without its weight would be another norm."""
 
-    def __init__(self, tensors: Mapping[str, Tensor] | None = None, why: Mapping[str, str] | None = None):
+    def __init__(
+        self, tensors: Mapping[str, Tensor] | None = None, why: Mapping[str, str] | None = None,
+        unread: Iterable[str] = (),
+    ):  # fmt: skip
         super().__init__(tensors or {})
-        self.why = dict(why or {})
+        self.why, self.unread = dict(why or {}), frozenset(unread)
         self.shared: dict[Any, Tensor] = {}
         self._made: dict[Any, Tensor] = {}
         self._room = _KEPT
+
+    def _decline(self, name: object) -> None:
+        if name in self.unread:
+            raise Declined(self.why.get(str(name)) or f"parameter {name} was not captured")
+
+    def __contains__(self, name: object) -> bool:
+        self._decline(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._decline(name)
+        return super().get(name, default)
 
     def once(self, what: Any, make: Callable[[], Tensor]) -> Tensor:
         """What ``make`` gives; what was made before under this name, which nobody may change."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from vllm_accprobe.capture.taps import params as captured
 from vllm_accprobe.dump.journal import LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
 from vllm_accprobe.dump.schema import Layout, Record, Stats
 from vllm_accprobe.opcheck.calls import parameters
-from vllm_accprobe.opcheck.calls.parameters import Checkpoint, Share, WeightsSince
+from vllm_accprobe.opcheck.calls.parameters import Checkpoint, ModuleParameters, Share, WeightsSince
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.parts import param_if
 
 HIDDEN = 16
 
@@ -57,6 +60,18 @@ def record(t: torch.Tensor) -> Record:
     stats = Stats(t.numel(), low, high, 0.0, 0.0, 0, 0)
     return Record(0, None, "a", "Linear", "param.weight", 0, 0, "bfloat16", tuple(t.shape), None, 0, stats, None,
                   Layout("replicated"), None, captured.sample_hash(t))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda p: "weight" in p, lambda p: p.get("weight"), lambda p: param_if(Call("a", "", params=p), "weight")]
+)
+def test_a_parameter_with_a_fingerprint_alone_is_not_one_that_is_absent(ask) -> None:
+    """A norm would else be checked as one without a weight."""
+    dump = SimpleNamespace(records=[record(torch.ones(4).bfloat16())], skips=[])
+    params = ModuleParameters(dump, None, {}, lambda r: None).of(0, "a")
+    with pytest.raises(Declined, match="parameter weight was not captured"):
+        ask(params)
+    assert params.get("bias") is None
 
 
 def test_what_was_loaded_is_known_by_its_fingerprint(tensors: dict[str, torch.Tensor]) -> None:

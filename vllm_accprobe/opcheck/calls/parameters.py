@@ -280,7 +280,8 @@ class ModuleParameters:
         module = self._modules.get(rank, {}).get(tap)
         owner = self._owner(rank, tap, module)
         found, why = {}, {}
-        for name, record in self._records.get((rank, owner), {}).items():
+        records = self._records.get((rank, owner), {})
+        for name, record in records.items():
             packed = self._packed and name in ("w13_weight", "w2_weight")
             value = None
             if self._checkpoint is not None and (record.payload is None or record.shape == (0,) or packed):
@@ -289,7 +290,7 @@ class ModuleParameters:
                 value = self._read(record)
             if value is not None:
                 found[name] = value
-        self._known[rank, tap] = params = Params(found, {n: w for n, w in why.items() if w})
+        self._known[rank, tap] = params = Params(found, {n: w for n, w in why.items() if w}, records.keys() - found)
         return params
 
     def _of_checkpoint(

@@ -111,7 +111,9 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     ops, rate, rules = arguments.ops, arguments.rate, find_mapping(arguments.op_mapping_file)
     dumps = [open_dump(path) for path in (arguments.golden, arguments.mine)]
     planned = cache(lambda: make_plan(*dumps, mapping=rules))
-    sides = [Calls(dump, arguments.weights or model_of(dump.run)) for dump in dumps]
+    models = [arguments.weights or model_of(dump.run) for dump in dumps]
+    # A pack holds no weights, and a piece of a checkpoint is taken only where its fingerprint is the capture's.
+    sides = [Calls(dumps[0], models[0] or models[1]), Calls(dumps[1], models[1])]
     lend(sides[0], sides[1])
     lend(sides[1], sides[0])
     references = default_references()
