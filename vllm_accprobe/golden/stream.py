@@ -651,7 +651,6 @@ class _StreamRun:
             self._prompts.append(
                 _Prompt(self._rows_of(number), state, kept, last, set(one["begun"]), finished, frozenset(one["known"]))
             )
-        self._requests.unsent.clear()
 
 
 def _drop(*_: Any) -> None:
