@@ -119,10 +119,11 @@ class TowerCalls:
 class Rectangle:
     """The batch of the call that runs.
 
-    batch: its requests in row order. prompts: the call computes prompts, its cache being empty.
+    batch: its requests in row order. prompts: the call computes prompts, its cache being empty. first: number of the
+    first request.
     """
 
-    def __init__(self, config: ProbeConfig, requests: Requests, model: torch.nn.Module):
+    def __init__(self, config: ProbeConfig, requests: Requests, model: torch.nn.Module, first: int = 0):
         self._config = config
         self._requests = requests
         self._model = model
@@ -138,7 +139,7 @@ class Rectangle:
         self._ids: torch.Tensor | None = None
         self._names: list[str] = []
         self._items: list[EncoderItem] = []
-        self._count = 0
+        self._count = first
 
     def begin(self, values: Mapping[str, Any]) -> bool:
         """A call with the arguments ``values``, by name. False where they hold no token ids [batch, length]: its

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import golden_server, options
+from vllm_accprobe.cli import golden_server, golden_stream, options, places
 from vllm_accprobe.cli.golden_server import PackFileOptions
 from vllm_accprobe.cli.options import Command, argument, option
 from vllm_accprobe.cli.output import answer, say_written, show
@@ -121,3 +121,6 @@ for _function, _short in (*golden_server.COMMANDS, (pack, "Write a pack of a dum
                           (verify, "Check packs against their manifests"),
                           (history, "When and where did a model begin to differ?")):  # fmt: skip
     golden.command(cls=Command, short_help=_short)(options.expanded(_function, f"golden {_function.__name__}"))
+golden.command(cls=Command, short_help="Compute a golden in float32 without a card, layer by layer")(
+    options.expanded(golden_stream.stream, "golden stream")
+)

@@ -66,6 +66,7 @@ except ImportError:
 
 _RESERVE = ".reserve"
 _RESERVE_BYTES = 64 << 10
+_CONTINUED = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def plain(value: Any) -> Any:
@@ -123,14 +124,23 @@ def statistics(cell: StatsCell) -> str:
 
 
 class JournalFile:
-    """Append-only; every method raises OSError as the system gives it. ``size`` counts the whole lines' bytes."""
+    """Append-only; every method raises OSError as the system gives it. ``size`` counts the whole lines' bytes.
 
-    def __init__(self, directory: Path):
+    keep: bytes of a journal that is there and is continued behind them; what follows is cut off. 0: a new one.
+    """
+
+    def __init__(self, directory: Path, keep: int = 0):
         self._reserve: Path | None = directory / _RESERVE
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
-        self._fd = os.open(directory / JOURNAL, flags, 0o600)
-        self.size = 0
-        lock(self._fd)  # locked until this process ends, however it ends: repair keeps away meanwhile
+        self._fd = os.open(directory / JOURNAL, _CONTINUED if keep else flags, 0o600)
+        self.size = keep
+        free = lock(self._fd)  # locked until this process ends, however it ends: repair keeps away meanwhile
+        if keep:
+            if not free or os.fstat(self._fd).st_size < keep:
+                os.close(self._fd)
+                raise OSError(None, "its end is missing" if free else "another run writes it", str(directory / JOURNAL))
+            os.ftruncate(self._fd, keep)
+            remove_reserve(directory)
         fd = os.open(self._reserve, flags, 0o600)
         try:
             write_all(fd, bytes(_RESERVE_BYTES), 0)
@@ -148,6 +158,10 @@ class JournalFile:
                 pass
             raise
         self.size += len(data)
+
+    def sync(self) -> None:
+        """Waits until the lines are on the disk, where a power failure leaves them."""
+        os.fsync(self._fd)
 
     def release_reserve(self) -> None:
         """Gives the reserved room back to the file system, for the last lines."""

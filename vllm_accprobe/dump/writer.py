@@ -21,12 +21,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile
+from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile, part_name
 from vllm_accprobe.dump.journal import END, ERROR, STOP, last
 from vllm_accprobe.dump.journal_writer import (
     GRACE_S,
@@ -38,7 +39,7 @@ from vllm_accprobe.dump.journal_writer import (
     spell,
     write_run_json,
 )
-from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, End, Failure, Payload, Stop, rank_dir
+from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, End, Failure, Payload, Stop, rank_dir, segment_name
 from vllm_accprobe.dump.stats import StatsCell, TensorMoments, moments_within
 
 _ENTRY_MOST = 1024
@@ -98,6 +99,16 @@ class OpenSegment:
         self.file: SegmentFile | None = None
 
 
+@dataclass(frozen=True)
+class DumpCheckpoint:
+    """What of a rank's files is whole, so that a later process can continue behind it: the journal's bytes, finished
+    segments, and their bytes but for the first one's header."""
+
+    journal: int = 0
+    segments: int = 0
+    payload: int = 0
+
+
 class WriteBatch:
     """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (the
     payload's cell, start, stop), the lines to be written when they are on disk, and those of them that ``brought``
@@ -123,14 +134,17 @@ class BatchStaging:
     """Batches on their way, each in two queues, since two threads work on it at once. ``segment_bytes`` are those
     accepted, with the gaps between them and the headers of all segments but the first; ``waiting_lines`` the lines not
     yet written (the writer counts them down), ``sealed`` the batches ever queued. After ``closed`` is set, nobody
-    waits."""
+    waits. ``next_segment`` is the index of the next one."""
 
-    def __init__(self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int):
+    def __init__(
+        self, cond: threading.Condition, block_bytes: int, blocks: int, segment_bytes: int, begun: DumpCheckpoint
+    ):
         self.free: list[AlignedBlock] = []
         self.to_disk: deque[WriteBatch] = deque()
         self.to_journal: deque[WriteBatch] = deque()
         self.current: WriteBatch | None = None
-        self.segment_bytes = 0
+        self.segment_bytes = begun.payload
+        self.next_segment = begun.segments
         self.waiting_lines = 0
         self.sealed = 0
         self.closed = False
@@ -216,16 +230,21 @@ class BatchStaging:
 
     def _segment_for(self, nbytes: int, room: int) -> OpenSegment:
         segment = self._segment
-        if segment is None:
-            segment = OpenSegment(0)
-        elif segment.room < room or (segment.end and segment.end + nbytes > self._segment_most):
+        if segment and (segment.room < room or (segment.end and segment.end + nbytes > self._segment_most)):
+            self.end_segment()
+        if self._segment is None:
+            self._segment = OpenSegment(self.next_segment)
+            self.segment_bytes += HEADER_BYTES if self.next_segment else 0
+            self.next_segment += 1
+        return self._segment
+
+    def end_segment(self) -> None:
+        """The next payload begins another segment."""
+        if self._segment is not None:
             batch = self.current = self.current or WriteBatch()
-            batch.segment, batch.last = segment, True
+            batch.segment, batch.last = self._segment, True
             self.seal()
-            segment = OpenSegment(segment.index + 1)
-            self.segment_bytes += HEADER_BYTES
-        self._segment = segment
-        return segment
+            self._segment = None
 
     def _with_room(self, segment: OpenSegment) -> WriteBatch | None:
         """The current batch, with a block that takes at least one byte more; waits for it. None: stopped."""
@@ -289,15 +308,16 @@ class WriterThread:
     """The files of one rank. Nothing here raises; the first error is ``failed``, and goes to ``on_error`` once.
     ``write`` belongs to one thread, everything else to another."""
 
-    def __init__(self, directory: Path, journal: JournalFile, on_error: Callable[[str], None]):
+    def __init__(self, directory: Path, journal: JournalFile, on_error: Callable[[str], None], payload_bytes: int = 0):
         self.failed: str | None = None
-        self.bytes_written = journal.size
+        self.bytes_written = payload_bytes + journal.size
         self._dir = directory
         self.journal = journal
         self._on_error = on_error
         self._segment: OpenSegment | None = None
         self._broken = False
-        self._payload_bytes = self._steps = self._tensors = self._lost = 0
+        self._payload_bytes = payload_bytes
+        self._steps = self._tensors = self._lost = 0
 
     def write(self, batch: WriteBatch) -> None:
         """The bytes, to the segment they belong to, which is opened with its first block."""
@@ -426,7 +446,15 @@ def _entry(line: TensorLine) -> HeaderEntry:
     return template.entry(step, call, cell.payload)
 
 
-__all__ = ["RankWriter", "StatsCell", "write_run_json"]
+def _remove_from(directory: Path, index: int) -> None:
+    """Removes the segments from number ``index`` on. Raises OSError."""
+    while any((directory / name(index)).exists() for name in (segment_name, part_name)):
+        for name in (segment_name, part_name):
+            (directory / name(index)).unlink(missing_ok=True)
+        index += 1
+
+
+__all__ = ["DumpCheckpoint", "RankWriter", "StatsCell", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
 _LINE_AGE = 0.1
@@ -444,6 +472,8 @@ class RankWriter:
     ``rank``. budget_bytes: limit of the files' sizes; they may exceed it by two headers (2 MiB). block_bytes (a
     multiple of 4096) times ``blocks`` is the memory used, from the first payload on. segment_bytes: size at which a new
     segment is begun. on_stop: called once, from either thread, why nothing more is written; what it raises is ignored.
+    begun: of a dump that another process has begun, which is continued; what it wrote after its `checkpoint` is
+    removed.
 
     No method raises because of the disk: see ``stopped``. One producer thread at a time.
     """
@@ -459,6 +489,7 @@ class RankWriter:
         blocks: int = 6,
         segment_bytes: int = 1 << 30,
         on_stop: Callable[[str], None] | None = None,
+        begun: DumpCheckpoint | None = None,
     ):
         if block_bytes <= 0 or block_bytes % PAGE or blocks < 2:
             raise ValueError(f"block_bytes must be a multiple of {PAGE} and blocks at least 2")
@@ -471,7 +502,8 @@ class RankWriter:
         self._cond = threading.Condition(self._lock)
         self.pending: list[TensorLine] = []
         """Lines without payload that no lock was taken for yet: whoever appends one calls ``release`` soon."""
-        self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes)
+        begun = begun or DumpCheckpoint()
+        self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes, begun)
         self._done = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
         self._output: WriterThread | None = None
@@ -481,14 +513,17 @@ class RankWriter:
             for d in (Path(root), directory):
                 if not d.is_dir():
                     d.mkdir(mode=0o700, parents=True, exist_ok=True)
-            journal = JournalFile(directory)
-            journal.append(encode({"event": "start", "schema": SCHEMA, "rank": rank, **start}))
+            journal = JournalFile(directory, begun.journal)
+            if begun.journal:
+                _remove_from(directory, begun.segments)
+            else:
+                journal.append(encode({"event": "start", "schema": SCHEMA, "rank": rank, **start}))
         except FileExistsError:
             self._stop(f"{directory / JOURNAL} exists: a dump is never written over, choose a new directory")
         except OSError as e:
             self._stop(f"cannot create the dump in {directory}: {e.strerror or e}")
         else:
-            self._output = WriterThread(directory, journal, self._stop)
+            self._output = WriterThread(directory, journal, self._stop, begun.payload)
             name, work = f"accprobe-{rank}", (self._output,)
             self._thread = threading.Thread(target=self._journal, args=work, name=name, daemon=True)
             self._thread.start()
@@ -578,6 +613,17 @@ class RankWriter:
             target = self._staging.sealed
             self._cond.wait_for(lambda: self._done >= target or self.stopped is not None, timeout)
             return self._done >= target and self.stopped is None
+
+    def checkpoint(self, timeout: float = _CLOSE_TIMEOUT) -> DumpCheckpoint | None:
+        """Finishes the segment and waits until everything is on disk; None when it is not, or capture has stopped.
+        Raises OSError."""
+        self.release()
+        with self._cond:
+            self._staging.end_segment()
+        if not self.flush(timeout) or self._output is None:
+            return None
+        self._output.journal.sync()
+        return DumpCheckpoint(self._output.journal.size, self._staging.next_segment, self._staging.segment_bytes)
 
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,

@@ -33,6 +33,7 @@ from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir
 from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.journal_writer import write_run_json
 from vllm_accprobe.dump.schema import rank_dir
+from vllm_accprobe.dump.writer import DumpCheckpoint
 
 REGISTER = "ACCPROBE_RUN_REGISTER"
 """Environment variable: a file to which each dump's directory is appended, a line each. Not for users."""
@@ -131,6 +132,7 @@ class Recording:
         setting: what the user calls the directory: an OSError then becomes a ConfigError that begins with it.
         announced: `accprobe run` learns of the dump.
         on_stop: called instead of the session's ``stop`` when nothing more can be written, with the reason.
+        begun: of a dump that is continued, see RankWriter.
 
     Raises:
         ConfigError: no directory is free, or, with ``setting``, it cannot be written.
@@ -152,6 +154,7 @@ class Recording:
         setting: str | None = None,
         announced: bool = False,
         on_stop: Callable[[str], None] | None = None,
+        begun: DumpCheckpoint | None = None,
     ):
         self.root = free_directory(root, rank, contents) if contents else root
         try:
@@ -170,7 +173,7 @@ class Recording:
         }  # fmt: skip
         self._rank, self._export, self._exported = rank, config.export, False
         self._session: Session | None = None  # while the sink is made, which may stop at once
-        sink = Sink(config, self.root, rank, start, on_stop or self._stopped, device)
+        sink = Sink(config, self.root, rank, start, on_stop or self._stopped, device, begun=begun)
         self._session = self.session = Session(config, sink, layouts, say, find_space)
 
     def _stopped(self, reason: str) -> None:

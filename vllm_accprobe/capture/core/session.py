@@ -52,7 +52,7 @@ from vllm_accprobe.dump.schema import (
     Stop,
 )
 from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
-from vllm_accprobe.dump.writer import RankWriter
+from vllm_accprobe.dump.writer import DumpCheckpoint, RankWriter
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -242,6 +242,7 @@ class Sink:
         start: the journal's first line, without its ``event`` key.
         staged: tensors go through DeviceStaging (a device), or, for tests, as if they did.
         on_stop: called once, from any thread, with the reason when the sink gives up.
+        begun: see RankWriter.
     """
 
     def __init__(
@@ -253,10 +254,11 @@ class Sink:
         on_stop: Callable[[str], None],
         device: torch.device | None = None,
         staged: bool = False,
+        begun: DumpCheckpoint | None = None,
     ):
         self.keep = config.task == "tensor"
         self._on_stop = on_stop
-        self.writer = RankWriter(root, rank, start, budget_bytes=config.budget_bytes, on_stop=on_stop)
+        self.writer = RankWriter(root, rank, start, budget_bytes=config.budget_bytes, on_stop=on_stop, begun=begun)
         # Compiling takes seconds the first time on a machine: now, not in somebody's request. Not earlier, at import:
         # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
         warm_up()

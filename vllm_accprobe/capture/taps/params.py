@@ -20,7 +20,7 @@ from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import digest, template_of
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
-from vllm_accprobe.dump.stats import StatsCell
+from vllm_accprobe.dump.stats import StatsCell, moments_at
 
 SAMPLE = 4096
 """Elements in the hashed sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""
@@ -93,11 +93,12 @@ class ParameterLines:
         layout = session.layouts.param_event(path, name, shape)
         tensor = tensor.detach()
         head = TensorHead(tap, cls, f"param.{name}", layout=layout, sample=sample_hash(tensor), once=True)
-        template = template_of(head, DTYPE_NAMES[tensor.dtype], shape, tensor.nbytes)
+        dtype = DTYPE_NAMES[tensor.dtype]
+        template = template_of(head, dtype, shape, tensor.nbytes)
         if self.stored:
             session.sink.parameter(template, tensor)
         else:
-            session.sink.line((template, None, 0, 0, StatsCell(_device_stats(tensor))))
+            session.sink.line((template, None, 0, 0, _fingerprint(tensor, dtype)))
 
 
 def sample_hash(tensor: torch.Tensor) -> str:
@@ -106,6 +107,14 @@ def sample_hash(tensor: torch.Tensor) -> str:
     stride = max(1, math.ceil(flat.numel() / SAMPLE))
     sample = flat[::stride].contiguous().cpu()
     return digest([(sample.data_ptr(), sample.nbytes)])
+
+
+def _fingerprint(tensor: torch.Tensor, dtype: str) -> StatsCell:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return StatsCell(_device_stats(tensor))
+    cell = StatsCell(dtype=dtype)
+    cell.sums = moments_at(tensor.data_ptr(), tensor.nbytes, dtype)  # one reading, in place of six
+    return cell
 
 
 def _device_stats(tensor: torch.Tensor) -> Stats:

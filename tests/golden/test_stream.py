@@ -1,0 +1,321 @@
+"""A streamed golden is, to the bit, a capture of the whole model; a killed run continues; strangers' files are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import make
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from vllm_accprobe import Probe  # noqa: E402
+from vllm_accprobe.cli import main  # noqa: E402
+from vllm_accprobe.dump.reader import Dump, open_dump  # noqa: E402
+from vllm_accprobe.gate.sending import replies  # noqa: E402
+from vllm_accprobe.golden.stream import ANSWERS, TOP, streamed  # noqa: E402
+from vllm_accprobe.refusals import CommandError  # noqa: E402
+
+DRAW = random.Random(1)
+PROMPTS = [[DRAW.randrange(8, 250) for _ in range(n)] for n in (1, 23, 97)]
+PARTS = ("input", "output", "params")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make("qwen2", tmp_path_factory.mktemp("model") / "qwen2", tie_word_embeddings=True)
+    without_head(model)
+    return model
+
+
+def tensors(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Changes the checkpoint."""
+
+    def changed(model: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        found = load_file(model / "model.safetensors")
+        change(found)
+        save_file(found, model / "model.safetensors", {"format": "pt"})
+
+    return changed
+
+
+without_head = tensors(lambda found: found.pop("lm_head.weight"))
+
+
+def quiet(line: str) -> None:
+    assert "\n" not in line
+
+
+def whole(model: Path, out: Path, scored: list[int], **how: Any) -> Any:
+    """A capture of the same prompts of the whole model, in the usual way; the model."""
+    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **how).eval()
+    with Probe(net, dir=str(out), parts=PARTS), torch.no_grad():
+        for ids, n in zip(PROMPTS, scored, strict=True):
+            net(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=n)
+    return net
+
+
+def lines(dump: Dump) -> dict[Any, Any]:
+    """All that a dump says of each tensor, but where its bytes lie, and sums, whose order depends on that."""
+    assert dump.problems == []
+    found = {}
+    for r in dump.records:
+        if r.payload is not None:
+            np.asarray(dump.read(r))
+        key = (r.tap, r.role, r.step, r.call)
+        assert key not in found
+        found[key] = (r.hash, r.dtype, r.shape, r.rows, r.cls, r.mutated, r.payload is None, r.sample, r.stats.count,
+                      None if r.step is None else r.seq)  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "experts"),
+    [
+        ("qwen2", {"tie_word_embeddings": True}, None),  # its head's tensor is removed
+        ("qwen2", {"tie_word_embeddings": True, "vocab_size": 512}, None),  # and this one has its own all the same
+        ("gemma3", {}, None),  # windows, a tied head, normalised queries
+        ("qwen2-moe", {}, None),
+        ("qwen2-moe", {}, 1),  # one expert at a time
+        ("deepseek-v2", {}, None),  # latent attention
+    ],
+    ids=["tied", "untied", "windows", "experts", "streamed-experts", "mla"],
+)
+def test_it_is_the_whole_model_to_the_bit(
+    tmp_path: Path, name: str, changes: dict[str, Any], experts: int | None
+) -> None:
+    model, streams = make(name, tmp_path / "model", **changes), experts == 1
+    if changes and "vocab_size" not in changes:
+        without_head(model)
+    whole(model, tmp_path / "whole", [1, 1, 1], **({"experts_implementation": "eager"} if streams else {}))
+    done = streamed(model, PROMPTS, tmp_path / "streamed", progress=quiet, parts=PARTS, expert_bytes=experts)
+    first, second = open_dump(tmp_path / "whole"), open_dump(tmp_path / "streamed")
+    golden, mine = lines(first), lines(second)
+    if streams:  # no fingerprint of what is never there as a whole
+        left_out = {key for key in golden if key not in mine}
+        assert {key[1] for key in left_out} == {"param.gate_up_proj", "param.down_proj"}
+        golden = {key: value for key, value in golden.items() if key not in left_out}
+    assert mine == golden
+    assert second.requests == first.requests
+    assert [s for s in second.skips if "no fingerprint" not in s.reason] == first.skips
+    assert done.tensors == second.ends[0].tensors
+    assert not (tmp_path / "streamed.stream").exists()
+
+
+def test_generated_tokens_chosen_rows_and_log_probabilities(qwen2: Path, tmp_path: Path) -> None:
+    """Logits from the prompt's last row on; of the rows, those that are chosen; all tokens are scored."""
+    lengths, rows = [1, 20, 90], [[0], [0, 1, 19, 20, 22], [5, 96]]
+    streamed(qwen2, PROMPTS, tmp_path / "all", progress=quiet, prompt_lengths=lengths)
+    streamed(qwen2, PROMPTS, tmp_path / "some", progress=quiet, prompt_lengths=lengths, rows=rows)
+    net = whole(qwen2, tmp_path / "whole", [1, 4, 8])
+    every, some, golden = (open_dump(tmp_path / name) for name in ("all", "some", "whole"))
+    assert every.requests == some.requests
+    assert [r.prompt_len for r in every.requests.values()] == lengths
+    for step, (ids, length, chosen) in enumerate(zip(PROMPTS, lengths, rows, strict=True)):
+        for tap, role, first in (("model.layers.1.mlp", "output.0", 0), ("lm_head", "output.0", length - 1)):
+            found = []
+            for dump in (every, some, golden):
+                (record,) = (r for r in dump.records if (r.tap, r.role, r.step) == (tap, role, step))
+                found.append(np.asarray(dump.read(record)).reshape(-1, record.shape[-1]))
+            at = [position - first for position in chosen if position >= first]
+            assert np.array_equal(found[0], found[2])
+            assert np.array_equal(found[1], found[0][at])
+        with torch.no_grad():
+            expected = torch.log_softmax(net(input_ids=torch.tensor([ids])).logits[0], -1)
+        reply = replies.read_pass(tmp_path / "some" / ANSWERS, 0)[f"p{step}"]
+        assert [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())] == ids
+        for row, (token, value, (best, values)) in enumerate(
+            zip(ids[1:], reply.logprobs or (), reply.top or (), strict=True)
+        ):
+            assert value == pytest.approx(float(expected[row, token]), abs=1e-4)
+            assert {token, *expected[row].topk(TOP - 1).indices.tolist()} <= set(best or ())
+            assert values == sorted(values, reverse=True)
+
+
+class Killed(BaseException):
+    """Ends a run as a signal does."""
+
+
+@pytest.mark.parametrize("block", [0, 1, 3, 6])
+def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before block ``block`` is done, after some of its tensors were written; then, what is torn is cut off."""
+    from vllm_accprobe.golden import stream
+
+    expected = tmp_path / "expected"
+    streamed(qwen2, PROMPTS, expected, progress=quiet)
+    made, inner = [0], stream._StreamRun._pass
+
+    def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made[0] += 1
+        if made[0] == 3 * block + 3:
+            raise Killed
+        return inner(self, *args, **kwargs)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(stream._StreamRun, "_pass", dying)
+    with pytest.raises(Killed):
+        streamed(qwen2, PROMPTS, out, progress=quiet)
+    monkeypatch.undo()
+    with (out / "rank0000" / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"event":"tensor","tap":"torn' * 50_000)
+    (out / "rank0000" / f"seg-{block + 1:05d}.safetensors.part").write_bytes(b"torn")
+    with pytest.raises(CommandError, match="resume it"):
+        streamed(qwen2, PROMPTS, out, progress=quiet, resume=False)
+    said: list[str] = []
+    done = streamed(qwen2, PROMPTS, out, progress=said.append)
+    assert done.resumed == block
+    assert lines(open_dump(out)) == lines(open_dump(expected))
+    events = [
+        Counter(json.loads(line)["event"] for line in (where / "rank0000" / "journal.jsonl").read_text().splitlines())
+        for where in (out, expected)
+    ]
+    assert events[0] == events[1]
+    assert open_dump(out).ends[0].tensors == done.tensors
+    assert sorted(os.listdir(out / "rank0000")) == sorted(os.listdir(expected / "rank0000"))
+    pass0 = replies.pass_name(0)
+    assert (out / ANSWERS / pass0).read_bytes() == (expected / ANSWERS / pass0).read_bytes()
+
+
+def edit(**values: Any) -> Callable[[Path], None]:
+    """Changes config.json."""
+
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | values))
+
+    return change
+
+
+def pickled(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def indexed(where: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        (model / "model.safetensors.index.json").write_text(where)
+
+    return change
+
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (edit(quantization_config={"quant_method": "fp8"}), r"is quantised \(fp8\)"),
+        (edit(model_type="strange", auto_map={"AutoConfig": "evil.Config"}), "cannot use it"),
+        (edit(num_hidden_layers=9), "model.layers.4.* is not in the files"),
+        (edit(intermediate_size=64), "is .* in the files and .* by config.json"),
+        (pickled, "pytorch_model.bin is a pickle"),
+        (indexed('{"weight_map": {"a": "../model.safetensors"}}'), "is no index"),
+        (indexed('{"weight_map": {"a": "model-2.safetensors"}}'), "model-2.safetensors is missing"),
+        (indexed("[" * 100_000), "is no index"),
+        (tensors(lambda t: t.pop(GATE)), f"{GATE} is not in the files"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "F8_E4M3, of a quantised model"),
+        (lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 64), "cannot be read"),
+        (lambda model: (model / "config.json").unlink(), "has no config.json"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
+    model = make("qwen2", tmp_path / "model")
+    change(model)
+    with pytest.raises(CommandError, match=message) as refused:
+        streamed(model, PROMPTS[:1], tmp_path / "out", progress=quiet)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"prompts": [[]]}, "prompt 0 has 0 token ids"),
+        ({"prompts": [[1 << 20]]}, "outside 0 to"),
+        ({"prompts": [[-1]]}, "outside 0 to"),
+        ({"prompts": []}, "there is no prompt"),
+        ({"prompt_lengths": [0, 1, 1]}, "prompt 0 has 1 token ids, 0 of them"),
+        ({"rows": [[0]]}, "3 prompts and 1 lists of rows"),
+        ({"dtype": "bfloat16"}, "float32 or float64"),
+        ({}, "already holds a dump"),
+    ],
+)
+def test_arguments_that_are_refused(qwen2: Path, tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    if not more:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "run.json").write_text("{}")
+    with pytest.raises(CommandError, match=message):
+        streamed(qwen2, more.pop("prompts", PROMPTS), tmp_path / "out", progress=quiet, **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"prompts": PROMPTS[:2]}, "begun with other prompts:"),
+        ({"dtype": "float64"}, "begun with other settings:"),
+        ({"rows": [[0], [0], [0]]}, "begun with other settings:"),
+        ({"model": True}, "begun with other checkpoint:"),
+    ],
+)
+def test_a_run_of_other_things_does_not_continue(
+    qwen2: Path, tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    def die(line: str) -> None:
+        if line.startswith("block 2"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=die)
+    model = make("qwen2", tmp_path / "model", rms_norm_eps=1e-5) if more.pop("model", False) else qwen2
+    with pytest.raises(CommandError, match=message):
+        streamed(model, more.pop("prompts", PROMPTS), tmp_path / "out", progress=quiet, **more)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [("available_memory", lambda: 1 << 20, "memory are needed"), ("shutil.disk_usage", None, "more are needed")],
+)
+def test_memory_and_disk_are_checked_before(
+    qwen2: Path, tmp_path: Path, attribute: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 10)
+    monkeypatch.setattr(f"vllm_accprobe.golden.stream.{attribute}", value or (lambda place: usage))
+    with pytest.raises(CommandError, match=message):
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "token_ids": [5, 6, 7, 8]}\n{"id": "b", "prompt": "the cat"}\n')
+    out = str(tmp_path / "out")
+    command = ["golden", "stream", str(qwen2), "--prompts", str(prompts), "--out", out, "--rows", "pack"]
+    assert main(command) == 0
+    seen = capsys.readouterr()
+    assert "7 blocks" in seen.out
+    assert "block 7 of 7, lm_head" in seen.err
+    assert sorted(replies.read_pass(tmp_path / "out" / ANSWERS, 0)) == ["a", "b"]
+    assert main(command) == 2
+    assert "already holds a dump" in capsys.readouterr().err
+    again = ["golden", "stream", str(qwen2), "--prompts", str(tmp_path / "out" / ANSWERS), "--out", out + "2"]
+    assert main(again) == 0
+    assert [r.prompt_len for r in open_dump(out + "2").requests.values()] == [1, 1]

@@ -1,0 +1,97 @@
+"""``accprobe golden stream MODEL``: a golden in float32 on this CPU, of a model that does not fit into its memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from vllm_accprobe.cli.endings import going_on
+from vllm_accprobe.cli.options import argument, option
+from vllm_accprobe.cli.output import answer, say_written
+from vllm_accprobe.refusals import CommandError
+from vllm_accprobe.waiting import USUAL
+
+
+@dataclass(frozen=True)
+class GoldenStreamOptions:
+    """Of what, for which prompts, and which tensors are stored."""
+
+    model: Path = argument("MODEL", "A folder with config.json and safetensors files, not quantised.")
+    out: Path = option("--out -o", ..., "The dump; one that a killed run has begun is continued.", metavar="DIR")
+    prompts: str = option("--prompts", "default", "A jsonl or text, as `send` takes it, or a folder of `send`: its "
+                          "prompts, and its answers as generated tokens.", metavar="FILE")  # fmt: skip
+    modules: str = option("--modules", "", "Globs or presets, as for `run`. Default: all.", metavar="GLOBS")
+    rows: str = option("--rows", "all", "all, or pack: those that a pack stores in full.", metavar="WHICH")
+    dtype: str = option("--dtype", "float32", "float32 or float64.")
+    expert_gb: float | None = option("--expert-gb", None, "Of layers that need more memory, experts are read one at a "
+                                     "time. Default: half of what is free.", min=0.001, metavar="GB")  # fmt: skip
+
+
+def stream(what: GoldenStreamOptions) -> None:
+    """Compute a golden without a card: layers are read from the checkpoint one after another, through transformers.
+
+    Needs memory for one layer in float32 and for the prompts' hidden states, and transformers 5. Writes a dump, and
+    DIR/answers with the log-probabilities of all tokens, the 20 best at each position. The same command continues a
+    run that was killed. Exit code 0: done, 2: it cannot be done.
+    """
+    if what.rows not in ("all", "pack"):
+        raise CommandError(f"--rows {what.rows}: name all or pack")
+    names, ids, lengths = _prompts(what)
+    rows = None
+    if what.rows == "pack":
+        from vllm_accprobe.dump.schema import hash_tokens
+        from vllm_accprobe.golden.pack import RequestShape, rows_wanted
+
+        shapes = [
+            RequestShape(n, len(prompt) - n, prompt=hash_tokens(prompt[:n]))
+            for prompt, n in zip(ids, lengths, strict=True)
+        ]
+        choice = rows_wanted(shapes, 0)
+        rows = [choice.of(number) for number in range(len(ids))]
+    going_on("finished blocks are", what.out)
+    from vllm_accprobe.golden.stream import streamed
+
+    modules = tuple(filter(None, what.modules.split(",")))
+    done = streamed(
+        what.model, ids, what.out, dtype=what.dtype, modules=modules, progress=USUAL, prompt_lengths=lengths, rows=rows,
+        names=names, expert_bytes=None if what.expert_gb is None else int(what.expert_gb * 1e9),
+    )  # fmt: skip
+    typer.echo(
+        f"{done.blocks} blocks, {done.tensors:,} tensors, {done.payload_bytes / 1e9:.2f} GB, in {done.seconds:,.0f} s; "
+        f"{done.read_bytes / 1e9:.2f} GB read, peak memory {done.peak_bytes / 1e9:.2f} GB"
+    )
+    answer(golden=asdict(done))
+    say_written(what.out)
+
+
+def _prompts(what: GoldenStreamOptions) -> tuple[list[str], list[list[int]], list[int]]:
+    """Names, token ids with the generated ones, and how many are the prompt's. Raises CommandError."""
+    from vllm_accprobe.gate.sending import prompts, replies
+
+    names, ids, lengths = [], [], []
+    source = Path(what.prompts)
+    if replies.exists(source):
+        for name, reply in (replies.read(source).passes or [{}])[0].items():
+            if reply.prompt_token_ids and reply.refused is None:
+                names.append(name)
+                ids.append([*reply.prompt_token_ids, *(reply.token_ids or [])[:-1]])  # the last one was never read
+                lengths.append(len(reply.prompt_token_ids))
+        if not ids:
+            raise CommandError(f"--prompts: {source} has no answers with token ids")
+        return names, ids, lengths
+    encode = None
+    for line in prompts.read(what.prompts):
+        tokens = line.token_ids
+        if tokens is None and line.text is not None:
+            if encode is None:
+                from vllm_accprobe.golden.model_blocks import encoder
+
+                encode = encoder(what.model)
+            tokens = tuple(encode(line.text))
+        if not tokens:
+            raise CommandError(f"--prompts: {line.name} has no text and no token_ids: name the folder of a `send`")
+        names.append(line.name)
+        ids.append(list(tokens))
+    return names, ids, [len(prompt) for prompt in ids]

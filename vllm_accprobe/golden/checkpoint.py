@@ -1,0 +1,209 @@
+"""The tensors of a safetensors checkpoint under a transformers model's own names, some at a time.
+
+The problem: a checkpoint of hundreds of gigabytes is read a layer at a time, and transformers names and joins its
+tensors otherwise than the files do (experts are stacked, projections fused). The idea: the shards' headers say where
+each tensor is; transformers' own rules, which `from_pretrained` uses, say which tensors make a parameter. They are
+applied to one layer's tensors, or to one expert's, in the wanted dtype.
+
+Files may be hostile: safetensors only, no pickle, no code of the checkpoint. Not here: when what is read (stream.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vllm_accprobe.refusals import CommandError
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes of the dtypes that are read; others are those of quantised checkpoints."""
+_DO = "name a checkpoint in bfloat16, float16 or float32"
+
+
+@dataclass(frozen=True)
+class ShardTensor:
+    """Where a tensor lies."""
+
+    shard: Path
+    nbytes: int
+
+
+def shards_of(model: Path) -> list[Path]:
+    """The checkpoint's files. Raises CommandError."""
+    index, single = model / INDEX, model / _SINGLE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            if any(not isinstance(name, str) or Path(name).name != name for name in names):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CommandError(f"{index} is no index of safetensors files; download it again") from None
+        found = [model / name for name in names]
+    else:
+        found = [single] if single.is_file() else []
+    if missing := next((path for path in found if not path.is_file()), None):
+        raise CommandError(f"{missing} is missing, which {INDEX} names; download it")
+    if not found:
+        other = next(iter(sorted(model.glob("*.bin")) + sorted(model.glob("*.pt*"))), None)
+        why = f"{other.name} is a pickle, which may run code" if other else f"it has no {_SINGLE} and no {INDEX}"
+        raise CommandError(f"{model}: {why}; name a folder with safetensors files")
+    return found
+
+
+def identity(model: Path, shards: Iterable[Path]) -> str:
+    """A hash of config.json, the index, and the names and sizes of the shards. Raises OSError."""
+    made = hashlib.sha256()
+    for path in (model / "config.json", model / INDEX):
+        made.update(path.read_bytes() if path.is_file() else b"-")
+    made.update(json.dumps([(path.name, path.stat().st_size) for path in shards]).encode())
+    return made.hexdigest()
+
+
+class CheckpointTensors:
+    """Gives parameters of ``model``, a transformers model whose parameters have no memory. ``read_bytes`` counts what
+    was read. Raises CommandError where the files are not those of the model."""
+
+    def __init__(self, folder: Path, model: Any, dtype: torch.dtype):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.read_bytes = 0
+        self._model, self._dtype = model, dtype
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        self._names = model.state_dict()
+        self.tensors: dict[str, ShardTensor] = {}
+        for shard in shards_of(folder):
+            self._list(shard)
+        self._target = {key: self._renamed(key) for key in self.tensors}
+        self._keys: dict[str, list[str]] = {}
+        for key, (name, _) in self._target.items():
+            self._keys.setdefault(name, []).append(key)
+
+    def _list(self, shard: Path) -> None:
+        try:
+            with safe_open(shard, "pt") as file:
+                for key in file.keys():  # noqa: SIM118  # it has no iterator
+                    piece = file.get_slice(key)
+                    size = _SIZES.get(str(piece.get_dtype()))
+                    if size is None:
+                        raise CommandError(f"{shard}: {key} is {piece.get_dtype()}, of a quantised model; {_DO}")
+                    self.tensors[key] = ShardTensor(shard, size * math.prod(piece.get_shape()))
+        except (SafetensorError, OSError) as e:
+            raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
+
+    def _renamed(self, key: str) -> tuple[str, str | None]:
+        """The parameter of a tensor of the files, and the pattern of the rule that makes it; as transformers does."""
+        from transformers.core_model_loading import rename_source_key
+
+        prefix, names = self._model.base_model_prefix, self._names
+        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        return name, pattern
+
+    def sources(self, block: str, without: Collection[str] = ()) -> list[str]:
+        """Tensors of the files that make the parameters and buffers of the module ``block``, but not ``without``."""
+        names = (name for name in self._keys if name.startswith(f"{block}.") and name not in without)
+        return [key for name in names for key in self._keys[name]]
+
+    def of(self, name: str) -> list[str]:
+        """Tensors of the files that make one parameter or buffer."""
+        return self._keys.get(name, [])
+
+    def stored_bytes(self, keys: Iterable[str]) -> int:
+        """Of those of ``keys`` that make parameters of the model."""
+        return sum(self.tensors[key].nbytes for key in keys if self._target[key][0] in self._names)
+
+    def read(self, keys: Iterable[str], expert: int | None = None) -> dict[str, torch.Tensor]:
+        """Parameter → its tensor, of those that ``keys`` make. expert: of tensors that hold all experts only this
+        one's part, [1, ...]; ``keys`` then are those of this expert and of all. Raises CommandError."""
+        from transformers.core_model_loading import WeightRenaming, dot_natural_key
+
+        found: dict[str, Any] = {}
+        by_shard: dict[Path, list[str]] = {}
+        for key in keys:
+            by_shard.setdefault(self.tensors[key].shard, []).append(key)
+        loaded: dict[str, torch.Tensor] = {}
+        try:
+            for shard, inside in by_shard.items():
+                with safe_open(shard, "pt") as file:  # closed again: mapped pages count as this process's memory
+                    for key in inside:
+                        piece = file.get_slice(key)
+                        tensor = piece[:] if expert is None or _per_expert(key) else piece[expert : expert + 1]
+                        self.read_bytes += tensor.nbytes
+                        float_ = tensor.is_floating_point()
+                        loaded[key] = tensor.to(self._dtype, copy=True) if float_ else tensor.clone()
+        except (SafetensorError, OSError, RuntimeError, ValueError) as e:
+            raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
+        for key in sorted(loaded, key=dot_natural_key):
+            name, pattern = self._target[key]
+            if pattern is None:
+                rule = found.setdefault(name, WeightRenaming(key, name))
+            else:
+                rule = found.get(name) or found.setdefault(name, copy.deepcopy(self._by_pattern[pattern]))
+            rule.add_tensor(name, key, pattern or key, loaded.pop(key))
+        made: dict[str, torch.Tensor] = {}
+        for name, rule in found.items():
+            for target, value in rule.convert(name, model=self._model, config=self._model.config).items():
+                made[target] = value[0] if isinstance(value, list) else value
+        return made
+
+
+def _per_expert(key: str) -> bool:
+    """Whether a tensor of the files is one expert's."""
+    return expert_of(key) is not None
+
+
+def expert_of(key: str) -> int | None:
+    """The expert whose tensor it is, by the name: ``mlp.experts.7.up_proj.weight``."""
+    _, found, after = key.rpartition(".experts.")
+    number = after.partition(".")[0]
+    return int(number) if found and number.isdecimal() else None
+
+
+class StreamedExperts:
+    """Stands for a parameter [experts, ...] of which ``experts[i]`` is read when it is used, and freed after."""
+
+    def __init__(self, checkpoint: CheckpointTensors, name: str, shape: torch.Size, dtype: torch.dtype):
+        self.shape, self.dtype, self.device = shape, dtype, torch.device("cpu")
+        self._checkpoint, self._name = checkpoint, name
+        self._keys: dict[int | None, list[str]] = {}
+        for key in checkpoint.of(name):
+            self._keys.setdefault(expert_of(key), []).append(key)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        number = int(index)
+        keys = [*self._keys.get(number, ()), *self._keys.get(None, ())]
+        return self._checkpoint.read(keys, number)[self._name][0]
+
+
+def assign(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Puts tensors in the place of parameters and buffers of ``model``. Raises CommandError where a shape differs."""
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        before = module._parameters.get(leaf, module._buffers.get(leaf))
+        if before is None or before.shape != tensor.shape:
+            wanted = "not there" if before is None else list(before.shape)
+            raise CommandError(f"{name} is {list(tensor.shape)} in the files and {wanted} by config.json: name a model "
+                               "whose files belong together")  # fmt: skip
+        if leaf in module._parameters:
+            module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+
+
