@@ -35,6 +35,9 @@ from vllm_accprobe import cli
 pytestmark = pytest.mark.engine
 
 NOT_RUN = {
+    "git clone REPOSITORY accprobe && cd accprobe": "scripts/newcomer.py types it",
+    "source .venv/bin/activate": "the environment is this one",
+    "export PYTHONPATH=lab/planted VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1": "test_tutorial.py types it",
     "bash scripts/demo.sh": "two servers, a minute and a half; run by hand before a release",
     "bash scripts/test.sh": "this is it",
     "bash scripts/test.sh -k faults": "this is it",
