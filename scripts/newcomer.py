@@ -1,9 +1,9 @@
-"""What a newcomer meets: README and tutorial typed on a fresh machine, each command with its time, exit code and output.
+"""What a newcomer meets: README and tutorial typed on a fresh machine, each command with time, exit code and output.
 
     python3 scripts/newcomer.py WHERE [--only PART] [--skip WORDS]
 
-The problem: a page is written on a machine where everything is installed. The idea: a new home, no variables, a clone of
-the committed checkout, and one shell into which every command is typed as tests/support/documents.py finds it on the
+The problem: a page is written on a machine where everything is installed. The idea: a new home, no variables, a clone
+of the committed checkout, and one shell into which every command is typed as tests/support/documents.py finds it on the
 page, in the order of PARTS. A, B, MODEL and the prompts, which a page leaves to the reader, are tiny models and the
 examples; a server that runs until Ctrl-C gets two requests and Ctrl-C. WHERE/log.txt has all output, WHERE/table.md a
 line per command. Ends 1 where an exit code is not the page's. Needs Python 3.11 and pip's index; 20 minutes.
@@ -97,7 +97,7 @@ DIFFERS = ("gate", "compare", "opcheck", "eval-diff")
 ENDS = {
     "(cd accprobe-gentest && python -m pytest -q)": 1,  # "the test fails, as it should"
     "accprobe opcheck mine --ops RMSNorm": 0,  # not where the fault is
-    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': 0,  # "if the gate passes"
+    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': 0,  # "if it passes"
 }
 NOT_TYPED = {"bash scripts/test.sh": "hours"}
 _SERVES = re.compile(r"([A-Z_]+=(\S+|'[^']*') )*vllm serve |accprobe errcheck -- vllm serve ")
@@ -137,7 +137,8 @@ class Shell:
 
 def served(line: str) -> str:
     """``line`` in the background until it answers, two requests, Ctrl-C."""
-    ask = f"curl -s -o /dev/null localhost:8000/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(REQUEST)}"
+    header = "-H 'Content-Type: application/json'"
+    ask = f"curl -s -o /dev/null localhost:8000/v1/completions {header} -d {shlex.quote(REQUEST)}"
     wait = "for i in $(seq 300); do curl -sf localhost:8000/health && break; kill -0 %% || break; sleep 1; done"
     return f"{line} &\n{wait}; {ask}; {ask}; kill -INT %%; wait %%"
 

@@ -258,17 +258,3 @@ def test_answers_of_an_evaluation_are_named(
     monkeypatch.setattr("vllm_accprobe.cli.compare_other._NAMES", 2)  # a folder that is too large to be looked through
     code, _, err = typed(capsys, "inspect", tmp_path / "a")
     assert (code, "is no dump of a format that is known" in err) == (2, True)
-
-
-def test_a_line_of_a_report_is_bounded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_accprobe.formats.common import result_tables
-
-    monkeypatch.setattr(result_tables, "MAX_LINE", 100)
-    path = tmp_path / "report.jsonl"
-    lines = {"type": "config"}, {"type": "comparison", "name": "x" * 100}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, out, err = typed(capsys, "inspect", path)
-    assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
-    assert f"{path}: a line has more than" in err

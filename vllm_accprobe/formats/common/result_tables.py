@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from xml.parsers import expat
 
-from vllm_accprobe.dump.files import MAX_LINE, DumpError
+from vllm_accprobe.dump.files import DumpError, bounded_lines
 from vllm_accprobe.formats.msprobe import place_of
 
 Columns = dict[str, str]
@@ -98,14 +98,6 @@ _CELL = 1 << 20
 _TEXTS, _SHEET = 1 << 28, 1 << 31
 """Bytes of an xlsx's list of texts and of its sheet, unpacked, at most. The sheet is not kept."""
 _NO_BOOK = (expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, RuntimeError, ValueError)
-
-
-def bounded_line(f: IO[bytes], path: Path) -> bytes:
-    """The next line of ``f``, b"" at its end. Raises DumpError where it is longer than MAX_LINE."""
-    raw = f.readline(MAX_LINE + 1)
-    if len(raw) > MAX_LINE:
-        raise DumpError(f"{path}: a line has more than {MAX_LINE >> 20} MiB: write one result on each line (jsonl)")
-    return raw
 
 
 def kind_of(columns: Iterable[str]) -> ResultKind | None:
@@ -225,25 +217,24 @@ def _rows(path: Path) -> Iterator[Columns]:
 
 def _sglang_rows(path: Path) -> Iterator[Columns]:
     """Of a report: each comparison with its category, as SGLang concludes it. Raises DumpError."""
-    with path.open("rb") as f:
-        for number, raw in enumerate(iter(lambda: bounded_line(f, path), b""), 1):
-            try:
-                line = json.loads(raw)
-            except (ValueError, RecursionError):
-                raise DumpError(f"{path}: line {number} is no json; is it whole?") from None
-            kind = str(line.get("type")).removeprefix("comparison_") if isinstance(line, dict) else ""
-            if kind not in ("comparison", "tensor", "skip", "non_tensor", "error"):
-                continue
-            diff, place = (line[k] if isinstance(line.get(k), dict) else {} for k in ("diff", "location"))
-            checks = line["replicated_checks"] if isinstance(line.get("replicated_checks"), list) else []
-            failed = bool(line.get("errors") or line.get("warnings"))
-            failed |= any(not isinstance(c, dict) or c.get("passed") is not True for c in checks)
-            failed |= kind != "skip" and (line.get("values_equal") or diff.get("passed")) is not True
-            words = {"error": "errored", "skip": "failed" if failed else "skipped"}
-            why = [line.get(k) for k in ("reason", "exception_type", "errors", "warnings")]
-            row = {**diff, "name": line.get("name"), "category": words.get(kind, "failed" if failed else "passed"),
-                   "reason": next(filter(None, why), ""), "step": place.get("step")}  # fmt: skip
-            yield {k: "" if v is None else v if isinstance(v, str) else json.dumps(v)[:200] for k, v in row.items()}
+    for number, raw in enumerate(bounded_lines(path), 1):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise DumpError(f"{path}: line {number} is no json; is it whole?") from None
+        kind = str(line.get("type")).removeprefix("comparison_") if isinstance(line, dict) else ""
+        if kind not in ("comparison", "tensor", "skip", "non_tensor", "error"):
+            continue
+        diff, place = (line[k] if isinstance(line.get(k), dict) else {} for k in ("diff", "location"))
+        checks = line["replicated_checks"] if isinstance(line.get("replicated_checks"), list) else []
+        failed = bool(line.get("errors") or line.get("warnings"))
+        failed |= any(not isinstance(c, dict) or c.get("passed") is not True for c in checks)
+        failed |= kind != "skip" and (line.get("values_equal") or diff.get("passed")) is not True
+        words = {"error": "errored", "skip": "failed" if failed else "skipped"}
+        why = [line.get(k) for k in ("reason", "exception_type", "errors", "warnings")]
+        row = {**diff, "name": line.get("name"), "category": words.get(kind, "failed" if failed else "passed"),
+               "reason": next(filter(None, why), ""), "step": place.get("step")}  # fmt: skip
+        yield {k: "" if v is None else v if isinstance(v, str) else json.dumps(v)[:200] for k, v in row.items()}
 
 
 @dataclass
