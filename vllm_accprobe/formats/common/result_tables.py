@@ -25,6 +25,7 @@ from typing import Any
 from xml.parsers import expat
 
 from vllm_accprobe.dump.files import DumpError, bounded_lines
+from vllm_accprobe.formats.common import sglang_logs
 from vllm_accprobe.formats.msprobe import place_of
 
 Columns = dict[str, str]
@@ -34,9 +35,9 @@ class SheetError(DumpError):
     """One line: which file, where, what is wrong, what to do."""
 
 
-BAD = frozenset({"error", "fail", "failed", "errored", "no", "different"})
+BAD = frozenset({"error", "fail", "failed", "errored", "no", "different", "❌", "shape mismatch"})
 DOUBTFUL = frozenset({"warning", "unmatched"})
-GOOD = frozenset({"pass", "passed", "yes"})
+GOOD = frozenset({"pass", "passed", "yes", "✅"})
 """Verdicts, in small letters. Any other word is none: SKIP, N/A, an empty cell."""
 _RECORD = re.compile(r"(.+\.(?:forward|backward)(?:\.\d+)?|.+\.parameters_grad)\.(\w+(?:\..+)?)")
 
@@ -91,6 +92,14 @@ KINDS = (
     ResultKind(frozenset({"type=config"}), "a report of SGLang's comparator",
                "the dumps themselves are compared by `accprobe compare BASELINE_DUMP TARGET_DUMP`",
                ("name",), ("category",), "reason", ("step", "rel_diff", "max_abs_diff", "mean_abs_diff")),
+    ResultKind(frozenset({sglang_logs.COMPARATOR}), "a log of SGLang's comparator",
+               "every row's name is in TARGET_DUMP/comparator_report.jsonl; the dumps themselves are compared by "
+               "`accprobe compare BASELINE_DUMP TARGET_DUMP`",
+               ("name",), ("category",), "reason", ("step", "rel_diff", "max_abs_diff", "mean_abs_diff")),
+    ResultKind(frozenset({sglang_logs.DUMP_COMPARATOR}), "a log of SGLang's dump_comparator",
+               "the dumps themselves are compared by `accprobe compare BASELINE_DUMP TARGET_DUMP`", ("name",),
+               ("rel_diff mark", "max_abs_diff mark", "mean_abs_diff mark"), "reason",
+               ("step", "rel_diff", "max_abs_diff", "mean_abs_diff")),
 )  # fmt: skip
 _HEAD = 1 << 16
 _CELL = 1 << 20
@@ -107,10 +116,13 @@ def kind_of(columns: Iterable[str]) -> ResultKind | None:
 
 
 def header_of(path: Path) -> list[str]:
-    """The columns of a csv or xlsx, the keys and the type of a jsonl's first line; none of another file."""
+    """The columns of a csv or xlsx, the keys and the type of a jsonl's first line, what kind of log a text is; none of
+    another file."""
     if not path.is_file():
         return []
     try:
+        if path.suffix in sglang_logs.SUFFIXES:
+            return [*filter(None, [sglang_logs.kind_of_log(path)])]
         if path.suffix != ".jsonl":
             return next(lines_of(path, "replace"))[1] if path.suffix in (".csv", ".xlsx") else []
         with path.open("rb") as f:
@@ -241,7 +253,8 @@ def _sglang_rows(path: Path) -> Iterator[Columns]:
 class ResultTable:
     """What a file of results says. verdicts: by column, how often each word is there; bad: (number, name, row) of the
     first rows that are wrong, then of the doubtful ones. errors, warnings, judged: numbers of rows; alone: of those
-    without a partner; unparsed: of names that are not of the tool's form, the first of which is kept."""
+    without a partner; unparsed: of names that are not of the tool's form, the first of which is kept. note: where the
+    file's own summary counts otherwise."""
 
     kind: ResultKind
     verdicts: dict[str, Counter[str]]
@@ -253,6 +266,7 @@ class ResultTable:
     alone: int = 0
     unparsed: int = 0
     first_unparsed: str = ""
+    note: str = ""
 
 
 def read(path: Path, most: int = 10) -> ResultTable | None:
@@ -260,8 +274,12 @@ def read(path: Path, most: int = 10) -> ResultTable | None:
     kind = kind_of(header_of(path))
     if kind is None:
         return None
-    found, doubtful = ResultTable(kind, {}, []), list[tuple[int, str, Columns]]()
-    for row in _sglang_rows(path) if path.suffix == ".jsonl" else _rows(path):
+    found, doubtful, concluded = ResultTable(kind, {}, []), list[tuple[int, str, Columns]](), Counter[str]()
+    if path.suffix in sglang_logs.SUFFIXES:
+        rows = sglang_logs.rows(path, concluded)
+    else:
+        rows = _sglang_rows(path) if path.suffix == ".jsonl" else _rows(path)
+    for row in rows:
         found.rows += 1
         name = next((row[c] for c in kind.names if row.get(c)), "")
         words = {c: row[c] for c in kind.verdicts if row.get(c)}
@@ -281,4 +299,8 @@ def read(path: Path, most: int = 10) -> ResultTable | None:
             found.unparsed += 1
             found.first_unparsed = found.first_unparsed or name[:200] or "(empty)"
     found.bad = [*found.bad, *doubtful][:most]
+    if sglang_logs.COMPARATOR in kind.needs and +concluded != found.verdicts.get("category", Counter()):
+        summary = ", ".join(f"{n:,} {word}" for word, n in concluded.items())
+        found.note = (f"the log's summary is {summary}: not all of its lines could be read" if summary else
+                      "the log has no summary: it was cut off, or the comparison ended early")  # fmt: skip
     return found
