@@ -3,8 +3,8 @@
     git archive COMMIT | tar x -C before
     python benchmarks/bench_install.py GOLDEN MINE --tree before --tree . [--wait LOAD]
 
-The problem: who tries a tool pays its download and its first start, which no test sees. The idea: each tree is installed
-by pip into a folder of its own, whole and as its capture distribution (scripts/two_wheels.py), without torch; sizes are
+The problem: who tries a tool pays its download and its first start, which no test sees. The idea: pip installs each
+tree into a folder of its own, whole and as its capture distribution (scripts/two_wheels.py), without torch; sizes are
 the files' bytes, pip and setuptools not among them. Then `accprobe --help` and `accprobe compare GOLDEN MINE` with a
 new cache (cold: numba compiles) and again (warm), wall seconds and CPU seconds. Files are in the page cache: pip has
 just written them. Not here: speed on large dumps (bench_compare.py).

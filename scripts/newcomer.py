@@ -101,7 +101,7 @@ ENDS = {
 }
 NOT_TYPED = {"bash scripts/test.sh": "hours"}
 _SERVES = re.compile(r"([A-Z_]+=(\S+|'[^']*') )*vllm serve |accprobe errcheck -- vllm serve ")
-_MARK = "=-=-= typed =-=-="
+_MARK, _USED = "=-=-= typed =-=-=", "=-=-= used =-=-="
 
 
 class Shell:
@@ -114,25 +114,35 @@ class Shell:
         env = keep | {"HOME": str(where / "home"), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
         self._process = subprocess.Popen(["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, env=env, text=True, bufsize=1)  # fmt: skip
-        self.type("set -m", quiet=True)
+        self.type(f"set -m; TIMEFORMAT=$'\\n{_USED} %U %S'", quiet=True)
 
-    def type(self, line: str, *, quiet: bool = False) -> tuple[int, float]:
-        """Its exit code, and seconds."""
+    def type(self, line: str, *, quiet: bool = False) -> tuple[int, float, float]:
+        """Its exit code, seconds, and CPU seconds of it and all that it waited for."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         begin = time.monotonic()
-        self._process.stdin.write(f"{line}\nprintf '\\n%s %d\\n' '{_MARK}' $?\n")
+        self._process.stdin.write(f"time {{ {line}\n}}\nprintf '\\n%s %d\\n' '{_MARK}' $?\n")
+        used = 0.0
         with self.log.open("a", encoding="utf-8") as log:
             if not quiet:
                 log.write(f"\n$ {line}\n")
             for out in self._process.stdout:
-                if out.startswith(_MARK):
+                if out.startswith(_USED):
+                    used = sum(map(float, out.split()[-2:]))
+                elif out.startswith(_MARK):
                     code, took = int(out.split()[-1]), time.monotonic() - begin
                     if not quiet:
-                        log.write(f"[exit code {code}, {took:.1f} s]\n")
-                    return code, took
-                log.write(out)
+                        log.write(f"[exit code {code}, {took:.1f} s, {used:.1f} s of CPU]\n")
+                        log.flush()
+                    return code, took, used
+                else:
+                    log.write(out)
         raise SystemExit("the shell ended")
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
 
 
 def served(line: str) -> str:
@@ -170,7 +180,7 @@ def main() -> int:
     done: set[str] = set()
     wrong = 0
     with (where / "table.md").open("a", encoding="utf-8") as table:
-        table.write("| part | command | s | exit code |\n| --- | --- | --- | --- |\n")
+        table.write("| part | command | s | CPU s | load | exit code |\n| --- | --- | --- | --- | --- | --- |\n")
         for part in PARTS:
             if arguments.only and part.name not in arguments.only:
                 done |= set(lines(part)[:3] if part.name == "install" else ())
@@ -190,14 +200,17 @@ def main() -> int:
                 typed = line.replace("REPOSITORY", shlex.quote(str(ROOT)))
                 if part.name == "machines" and FAULTY.search(line):
                     typed = f"ACCPROBE_FAULT={FAULT} {typed}"
-                code, took = shell.type(served(typed) if _SERVES.match(line) else typed)
+                load = os.getloadavg()[0]
+                code, took, used = shell.type(served(typed) if _SERVES.match(line) else typed)
                 good = code == expected(line)
                 wrong += not good
                 shown = line.replace("|", "\\|")
-                row = f"| {part.name} | `{shown}` | {took:.1f} | {code}{'' if good else f', not {expected(line)}'} |"
+                end = f"{code}" if good else f"{code}, not {expected(line)}"
+                row = f"| {part.name} | `{shown}` | {took:.1f} | {used:.1f} | {load:.0f} | {end} |"
                 table.write(row + "\n")
                 table.flush()
                 print(row, flush=True)
+            shell.close()
     return int(wrong > 0)
 
 

@@ -5,10 +5,10 @@
     python scripts/page_pictures.py demo-out/report/compare.html --out docs/img/page [--large LARGE.html]
 
 The problem: whether a page decides on its first screen is seen, not asserted. The idea: headless Chromium takes the
-first screen at 1,440 and 390 pixels, light and dark, and printed, of a page and of a second one (a large one:
-``python benchmarks/bench_page.py --keep LARGE.html``; or a PASS); then it does what a person would, and counts the clicks: from the page's opening to the first
-wrong value, to the command that makes the kernel team's folder, to the text of a prompt's token. A task that cannot be
-done ends the script with 1. Not here: how long it takes (benchmarks/bench_page.py).
+first screen at 1,440 and 390 pixels, light and dark, and printed, of a page and of a second one (a PASS; or a large
+one: ``python benchmarks/bench_page.py --keep LARGE.html``); then it does what a person would, and counts the clicks:
+from the page's opening to the first wrong value, to the command that makes the kernel team's folder, to the text of a
+prompt's token. A task that cannot be done ends the script with 1. How long it takes: benchmarks/bench_page.py.
 """
 
 from __future__ import annotations
