@@ -75,6 +75,8 @@ NOT_RUN = {
     "(cd cases && pytest --device cuda --detail-csv gpu.csv)": "no CUDA device here",
     "python benchmarks/bench_capture.py --rounds 9": "minutes; timings are no tests",
     "python benchmarks/bench_tap.py": "timings are no tests",
+    "git archive COMMIT | tar x -C before": "for the line below it",
+    "python benchmarks/bench_install.py GOLDEN MINE --tree before --tree .": "installs with pip; timings are no tests",
     "bash scripts/card.sh": "ten minutes; test_card_parts.py runs its parts",
     "bash scripts/card.sh --torch": "inductor takes a minute; test_card.py has what it runs",
     "bash scripts/matrix.sh --into docs/compatibility.md": "an hour or two; by hand before a release",
