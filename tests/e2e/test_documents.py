@@ -40,6 +40,9 @@ NOT_RUN = {
         "the same, with two ranks"
     ),
     "accprobe golden check MODEL_vllm-0.32.golden -- vllm serve MODEL": "the same",
+    "git clone REPOSITORY accprobe && cd accprobe": "scripts/newcomer.py types it",
+    "source .venv/bin/activate": "the environment is this one",
+    "export PYTHONPATH=lab/planted VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1": "test_tutorial.py types it",
     "bash scripts/demo.sh": "two servers, a minute and a half; run by hand before a release",
     "bash scripts/test.sh": "this is it",
     "bash scripts/test.sh -k faults": "this is it",
@@ -77,6 +80,8 @@ NOT_RUN = {
     "(cd cases && pytest --device cuda --detail-csv gpu.csv)": "no CUDA device here",
     "python benchmarks/bench_capture.py --rounds 9": "minutes; timings are no tests",
     "python benchmarks/bench_tap.py": "timings are no tests",
+    "git archive COMMIT | tar x -C before": "for the line below it",
+    "python benchmarks/bench_install.py GOLDEN MINE --tree before --tree .": "installs with pip; timings are no tests",
     "bash scripts/card.sh": "ten minutes; test_card_parts.py runs its parts",
     "bash scripts/card.sh --torch": "inductor takes a minute; test_card.py has what it runs",
     "bash scripts/matrix.sh --into docs/compatibility.md": "an hour or two; by hand before a release",

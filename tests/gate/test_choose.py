@@ -235,6 +235,15 @@ def test_the_culprit_and_its_token(made: Any) -> None:
     assert said["culprit"]["module"] == "model.layers.2.mlp.down_proj"
 
 
+@pytest.mark.parametrize(
+    ("cause", "says"), [(None, "differs"), ({"text": "is golden's times 1.3"}, "is golden's times 1.3")]
+)
+def test_a_weight_is_named(cause: Any, says: str, made: Any) -> None:
+    weight = {"role": "param.weight", "request": None, "position": None, "evidence": "values", "cause": cause}
+    (line,) = [x for x in servers.localize_lines(made([ORIGIN | weight])) if x.startswith("culprit")]
+    assert line == f"culprit: model.layers.2.mlp.down_proj (RowParallelLinear), layer 2: its param.weight {says}"
+
+
 @pytest.mark.parametrize(("request_id", "position", "token"), [
     ("p2", 10, ("p2", 0, 0)), ("p2.pass1", 59, ("p2", 1, 0)), ("p2", 60, ("p2", 0, 1)), ("other", 3, None),
     ("p2.pass7", 3, None), ("p2", None, None),

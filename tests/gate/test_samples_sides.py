@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from made_evaluations import choice, right, sample, write_opencompass, write_samples
 
+from vllm_accprobe.dump import files
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common import result_tables
-from vllm_accprobe.gate import evaluations
+from vllm_accprobe.gate import evaluations, trainer
 from vllm_accprobe.gate.evaluations import SamplesError
-from vllm_accprobe.gate.sending import prompts
+from vllm_accprobe.gate.sending import prompts, replies
 
 TIME = "2026-11-23T10-00-00.000001"
 
@@ -76,12 +79,30 @@ def test_sampling_goes_along_with_a_prompt(tmp_path: Path) -> None:
     assert prompts.read(str(tmp_path / "p.jsonl"))[0].parameters == kept
 
 
-def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its length is bounded, and what is said names the file; one document on one line is none of jsonl's lines."""
-    monkeypatch.setattr(result_tables, "MAX_LINE", 2000)
-    path = write_samples(tmp_path / "s.jsonl", [*right(2, []), sample(3, {"acc": 1.0}, said="x" * 2000)])
-    with pytest.raises(DumpError, match=r"s\.jsonl: a line has more than .*one result on each line"):
-        evaluations.open_side(path)
+READERS: dict[str, Callable[[Path], object]] = {
+    "samples.jsonl": evaluations.open_side,
+    "trainer.jsonl": trainer.read,
+    "prompts.jsonl": lambda path: prompts.read(str(path)),
+    "prompts.txt": lambda path: prompts.read(str(path)),
+    "pass-0.jsonl": lambda path: replies.read_pass(path.parent, 0),
+    "steps-0/steps-rank0.jsonl": lambda path: replies.read_steps(path.parents[1]),
+    "comparator_report.jsonl": result_tables.read,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_line_without_an_end(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever people bring in lines: a line's length is bounded, and the error names the file."""
+    monkeypatch.setattr(files, "MAX_LINE", 2000)
+    monkeypatch.setattr(prompts, "MAX_LINE", 2000)
+    lines = [{"type": "config", "prompt": "x"}, sample(1, {"acc": 1.0}, said="x" * 2000)]
+    path = write_samples(tmp_path / name, lines)
+    with pytest.raises(DumpError, match=rf"{re.escape(name)}: a line has more than .*one object on each line"):
+        READERS[name](path)
+
+
+def test_one_document_on_one_line_is_none_of_jsonls_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE", 2000)
     document = tmp_path / "s.json"
     document.write_text(json.dumps([sample(i, {"acc": 1.0}) for i in range(9)]))
     assert len(evaluations.open_side(document).answers) == 9

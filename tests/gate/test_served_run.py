@@ -145,7 +145,9 @@ def test_a_start_is_not_silent_and_shows_no_key(
 ) -> None:
     monkeypatch.setattr(waiting, "PIPE_S", 0.5)
     line = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:1] args: s3cret"
-    shell |= {"VLLM_API_KEY": "s3cret", "VLLM_SCRIPT": f"echo '{line}'; sleep 1.7; echo 'ValueError: s3cret'; exit 1"}
+    more = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:2] \treserved_cpus=[1]"
+    script = f"echo '{line}'; echo '{more}'; sleep 1.7; echo 'ValueError: s3cret'; exit 1"
+    shell |= {"VLLM_API_KEY": "s3cret", "VLLM_SCRIPT": script}
     quoted = r"exit code 1 before it served: ValueError: \$KEY; read"
     with pytest.raises(NotServed, match=quoted), served("golden", "vllm serve M", shell, tmp_path, 20):
         pass

@@ -61,6 +61,17 @@ def test_a_comparison_does_not_import_numba(loops):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_another_process_compiles_while_dumps_are_opened(tmp_path, monkeypatch):
+    """Only where nothing is kept; this process then reads what that one kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_made", lambda *_: pytest.fail("compiled here, too"))
+    native.compile_early()
+    assert len(native._EARLY) == 1
+    assert isinstance(native.loops(), native.Loops)
+    native.compile_early()
+    assert native._EARLY == []
+
+
 def test_a_file_that_is_damaged_or_anothers_is_not_read(loops, tmp_path):
     made = {"rows": ("symbol", ["sqrt"], b"code")}
     path = tmp_path / "x.bin"

@@ -142,6 +142,18 @@ def test_several_answers_to_one_question_are_not_set_against_each_other():
     ]
 
 
+def test_of_two_bounds_the_weaker_is_said_of_both():
+    """How exact a function is seen to be depends on the inputs: two bounds do not contradict each other."""
+    (g, m, approximate) = (habit("SiluAndMul", f"silu right to {e}", "function") for e in
+                           ("2^-16 or better", "2^-17 or better", "2^-9"))  # fmt: skip
+    alike = ["both: silu right to 2^-16 or better in SiluAndMul (bfloat16)"]
+    assert verdict_parts.machine_lines({"golden": [g], "mine": [m]}) == alike
+    assert verdict_parts.machine_lines({"golden": [m], "mine": [g]}) == alike
+    assert verdict_parts.differing({"golden": [g], "mine": [approximate]}) == [
+        "mine: silu right to 2^-9 in SiluAndMul (bfloat16); golden: silu right to 2^-16 or better"
+    ]
+
+
 def test_of_a_side_that_nobody_looked_at_nothing_is_said():
     assert verdict_parts.machine_lines({"golden": [], "mine": [habit("Linear", **ZERO)]}) == [
         "mine rounds toward zero in Linear (bfloat16): costs up to 1 unit"

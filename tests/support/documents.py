@@ -22,7 +22,7 @@ TRANSLATED = {page: page.replace(".zh.md", ".md") for page in _ALL if page.endsw
 PAGES = [page for page in _ALL if page not in TRANSLATED]
 COMMAND, SYNOPSIS, PYTHON = "command", "synopsis", "python"
 
-_BEGINS = re.compile(r"(accprobe|bash|python|pip|pytest) |[A-Z_]+=\S+|\(cd ")
+_BEGINS = re.compile(r"(accprobe|bash|python|pip|pytest|git|source|export) |[A-Z_]+=\S+|\(cd ")
 _SPAN = re.compile(r"`((?:accprobe|bash|python) [^`]+)`")
 _WHOLE = {"accprobe doctor", "accprobe formats"}
 _FENCE = re.compile(r"```(\w*)\s*$")

@@ -153,8 +153,8 @@ def compare(
     One dump whose tensors a program labelled with set_label: its pairs are compared; writes labels.csv and labels.json.
     Two csv tables (opcheck.csv, a generated test's, msprobe's accuracy_checking_details): both machines are judged
     against the same reference; writes details.csv, result.csv and opdiff.md.
-    One file of another tool's results (msprobe's compare_result and acc_check, SGLang's comparator_report.jsonl): what
-    it says, and which rows are wrong first.
+    One file of another tool's results (msprobe's compare_result and acc_check, SGLang's comparator_report.jsonl or the
+    log of its comparator): what it says, and which rows are wrong first.
     With --calibrate: what runs of golden's side, with another batching, chunking, dtype or number of ranks, differ by,
     a few numbers per tap that --floor reads on any machine.
 
@@ -169,6 +169,10 @@ def compare(
     verbose, as_json = printed.verbosity > 1, printed.format is Format.json
     kind, opened = _kind(name, golden, mine, instead, calibrating, of_tables, of_labels)
     if kind == "pair":
+        if golden is not None and mine is not None:
+            from vllm_accprobe.kernels.native import compile_early
+
+            compile_early()
         from vllm_accprobe.cli.compare_pair import compare_dumps
 
         options.refuse("two dumps", calibrating, of_tables, of_labels)

@@ -116,9 +116,11 @@ def show_results(path: Path | None, judge: bool = False) -> None:
         where = f" (tap {' '.join(filter(None, place))})" if place else ""
         cells = [f"{c} {row[c]}" for c in (*kind.verdicts, *kind.values, kind.message) if row.get(c)]
         why = ", ".join(cells)
-        lines.append(safe(f"  row {number:,}: {name}{where}: {why}", 500))
+        lines.append(safe(f"  row {number:,}: {name}{where}{': ' if name else ''}{why}", 500))
     if hidden := found.errors + found.warnings - len(found.bad):
         lines.append(f"  ... {hidden:,} more in the file")
+    if found.note:
+        lines.append(found.note)
     if found.alone:
         lines.append(f"{count(found.alone, 'row')} without a {kind.partner}: nothing was compared there, whatever "
                      f"{kind.verdicts[0]} says")  # fmt: skip
@@ -129,7 +131,7 @@ def show_results(path: Path | None, judge: bool = False) -> None:
     code = 1 if found.errors else 0 if found.judged else 3
     answer(kind=kind.what, verdict={0: "pass", 1: "fail", 3: None}[code], rows=found.rows, verdicts=found.verdicts,
            bad=[{"row": number, "name": name, **row} for number, name, row in found.bad], without_partner=found.alone,
-           unparsed_names=found.unparsed, next=kind.then)  # fmt: skip
+           unparsed_names=found.unparsed, note=found.note, next=kind.then)  # fmt: skip
     if judge:
         raise typer.Exit(code)
 

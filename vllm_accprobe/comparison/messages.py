@@ -125,7 +125,7 @@ def _whose(fault: dict[str, Any]) -> str:
     return {"golden": "in golden, ", "both": "in both dumps, "}.get(fault["side"], "")
 
 
-NO_PARTNER = "requests have no partner and were not compared"
+NO_PARTNER = "no partner and"
 _LAYER = re.compile(r"\.\d+$")
 
 

@@ -51,7 +51,9 @@ def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
         out.append(f"request {g.id!r} has {what_differs(g, m)}{lengths}: not compared")
     for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
         if left:
-            out.append(f"{len(left)} {messages.NO_PARTNER}: only in {side}")
+            has, was = ("has", "was") if len(left) == 1 else ("have", "were")
+            who = counted(len(left), "request")
+            out.append(f"{who} {has} {messages.NO_PARTNER} {was} not compared: only in {side}")
     out += plan.notes
     out += _parameters(plan)
     out += _dtypes(plan)

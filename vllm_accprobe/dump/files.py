@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from json.encoder import encode_basestring_ascii as quote
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from vllm_accprobe.dump.schema import segment_name
 
@@ -303,6 +303,21 @@ def find_segment(directory: Path, index: int) -> SegmentData:
     finished = directory / segment_name(index)
     part = directory / part_name(index)
     return segment_data(part if not finished.exists() and part.exists() else finished)
+
+
+def bounded_line(f: IO[bytes], path: Path, most: int | None = None) -> bytes:
+    """The next line of ``f``, b"" at its end. Raises DumpError where it is longer than ``most`` (MAX_LINE) bytes."""
+    most = most or MAX_LINE
+    raw = f.readline(most + 1)
+    if len(raw) > most:
+        raise DumpError(f"{path}: a line has more than {most >> 20} MiB: write one object on each line (jsonl)")
+    return raw
+
+
+def bounded_lines(path: Path, most: int | None = None) -> Iterator[bytes]:
+    """The lines of a file that people bring. Raises OSError, DumpError."""
+    with path.open("rb") as f:
+        yield from iter(lambda: bounded_line(f, path, most), b"")
 
 
 def journal_lines(path: Path) -> Iterator[tuple[int, bytes | None, int]]:

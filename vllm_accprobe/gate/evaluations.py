@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.files import MAX_LINE, DumpError
-from vllm_accprobe.formats.common.result_tables import bounded_line
+from vllm_accprobe.dump.files import MAX_LINE, DumpError, bounded_line, bounded_lines
 from vllm_accprobe.judge import distributions, statistic
 
 Place = tuple[Path, int]
@@ -472,11 +471,10 @@ def _items(path: Path, named: bool) -> Iterator[tuple[int, Item, Shape | str]]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(where it begins, the line) of each that is not empty. Raises OSError, DumpError for one that is too long."""
     start = 0
-    with path.open("rb") as f:
-        while raw := bounded_line(f, path):
-            if stripped := raw.strip():
-                yield start, stripped.removeprefix(_BOM)
-            start += len(raw)
+    for raw in bounded_lines(path):
+        if stripped := raw.strip():
+            yield start, stripped.removeprefix(_BOM)
+        start += len(raw)
 
 
 def _load(path: Path) -> Any:

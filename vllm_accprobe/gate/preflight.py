@@ -25,6 +25,7 @@ from vllm_accprobe.gate.bisect import edits
 from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
 from vllm_accprobe.gate.sending.client import NotServed
 from vllm_accprobe.run.launcher import LaunchError, command_line
+from vllm_accprobe.waiting import waiting
 
 CONFIGS = ("config.json", "params.json")
 """What a model's folder has one of: Hugging Face's, Mistral's."""
@@ -76,6 +77,7 @@ def check(command: ServeCommand, *, captured: bool = False) -> None:
     except LaunchError as e:
         raise NotServed(str(e)) from None
     _check_model(model_of(command))
+    _check_offline(model_of(command), command)
     python = edits.interpreter(command.words, environ)
     if python is None:
         return
@@ -100,6 +102,22 @@ def _check_model(model: str | None) -> None:
         raise NotServed(f"{model} has no {CONFIGS[0]}: write the path of a model's folder as it is from here")
 
 
+_OFFLINE = "HF_HUB_OFFLINE"
+
+
+def _check_offline(model: str | None, command: ServeCommand) -> None:
+    """A name of the hub where nothing may be downloaded, and huggingface_hub keeps no such model."""
+    environ = command.full()
+    elsewhere = command.get("--download-dir") is not None or environ.get("VLLM_USE_MODELSCOPE", "0") != "0"
+    if environ.get(_OFFLINE) != "1" or elsewhere or not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model or ""):
+        return
+    home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
+    kept = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{str(model).replace('/', '--')}")
+    if not Path(str(model)).exists() and not kept.is_dir():
+        raise NotServed(f"{model} is no folder here, {_OFFLINE}=1 forbids to download it, and {kept} does not exist: "
+                        "write the path of the model's folder as it is from here")  # fmt: skip
+
+
 def _knows(package: Path, command: ServeCommand) -> bool:
     """Whether vLLM's source names all options of a command."""
     names = {name.lstrip("-") for name in command.names()}
@@ -121,10 +139,11 @@ def _named(package: Path) -> frozenset[str]:
 def _parser_says(python: str, words: tuple[str, ...], environ: edits.Environ) -> str:
     """The error of vLLM's own parser; "" where it has none, or cannot be run."""
     try:
-        done = subprocess.run(
-            [python, "-c", _PARSE, *words], env=dict(environ), stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, errors="replace", timeout=_WAIT_S,
-        )  # fmt: skip
+        with waiting(lambda: "vLLM's own parser reads the options"):
+            done = subprocess.run(
+                [python, "-c", _PARSE, *words], env=dict(environ), stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, errors="replace", timeout=_WAIT_S,
+            )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
     errors = [line for line in done.stderr.splitlines() if re.match(r"vllm[\w. ]*: error: ", line)]

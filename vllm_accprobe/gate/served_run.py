@@ -237,7 +237,8 @@ class ServedRun:
         raise NotServed(f"nothing answers at {self.command.url} ({option}); read {self.log}")
 
     def _starting(self) -> str:
-        last = self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
+        lines = (line for raw in reversed(self.tail()) if (line := _PREFIX.sub("", raw)).strip())
+        last = self._shown(next((line for line in lines if not line[0].isspace()), ""))[:120]  # no line's second half
         return f"{self.name} is starting" + (f": {last}" if last else "")
 
     @contextmanager

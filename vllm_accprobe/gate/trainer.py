@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump.files import bounded_lines
 from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.passes import Forcing, parse
@@ -71,28 +72,28 @@ class Trained:
 
 
 def read(path: Path, names: Sequence[str] = (*TRAINER, *ROLLOUT)) -> Trained:
-    """names: fields with log-probabilities, the first that a line has is taken. Raises TrainerError, OSError."""
+    """names: fields with log-probabilities, the first that a line has is taken. Raises TrainerError, OSError,
+    DumpError."""
     found = Trained(path)
     seen: set[str] = set()
-    with path.open("rb") as f:
-        for number, raw in enumerate(f):
-            if not raw.strip():
-                continue
-            try:
-                value = json.loads(raw)
-            except (ValueError, RecursionError):
-                value = None
-            if not isinstance(value, dict):
-                found.left_out[NO_JSON] += 1
-                continue
-            line = _line(value, number, names)
-            if isinstance(line, str):
-                found.left_out[line] += 1
-                continue
-            if line.name in seen:
-                line = TrainerLine(f"{line.name}.{number}", line.ids, line.start, line.logprobs)
-            seen.add(line.name)
-            found.lines.append(line)
+    for number, raw in enumerate(bounded_lines(path)):
+        if not raw.strip():
+            continue
+        try:
+            value = json.loads(raw)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            found.left_out[NO_JSON] += 1
+            continue
+        line = _line(value, number, names)
+        if isinstance(line, str):
+            found.left_out[line] += 1
+            continue
+        if line.name in seen:
+            line = TrainerLine(f"{line.name}.{number}", line.ids, line.start, line.logprobs)
+        seen.add(line.name)
+        found.lines.append(line)
     if not found.lines:
         why = ", ".join(f"{n:,} {what}" for what, n in found.left_out.items()) or "it is empty"
         raise TrainerError(f"{path} has no trainer's log-probabilities ({why}): docs/gate.md lists the fields")

@@ -243,6 +243,8 @@ def culprit(dug: Localized) -> list[str]:
     elif origin.get("position") is not None:
         at.append(f"position {origin['position']}")
     found = [f"culprit: {facts.origin_title(origin)}{''.join(f', {x}' for x in at)}"]
+    if str(origin.get("role")).startswith("param."):  # no call is wrong: another weight
+        found[0] += f": its {safe(origin['role'])} {facts.cause(origin) or 'differs'}"
     above = facts.sentence(origin)
     sizes = f"created error {num(facts.origin_size(origin))}, rounding alone {num(origin.get('floor'))}"
     found.append("  " + "; ".join(x for x in (above, sizes, facts.layers(origin), facts.shape(origin)) if x))

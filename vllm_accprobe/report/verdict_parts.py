@@ -10,8 +10,9 @@ comparison/verdict/), layout.
 from __future__ import annotations
 
 import math
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_accprobe.comparison.gaps import splitting
@@ -137,6 +138,7 @@ FUNCTION = "function"
 MACHINES_TITLE = "how these machines compute"
 MAX_PLACES = 4
 """chosen: names of operators on a line of what is alike; the rest is counted."""
+_BOUND = re.compile(r"(.+ right to 2\^)(-\d+) or better")
 _FREE = 0.005
 """chosen: what would be shown as 0.00 units is not called a cost."""
 
@@ -185,7 +187,7 @@ def _differ_and_alike(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str
     differ: list[str] = []
     alike: dict[tuple[str, str, str], list[str]] = {}
     for place in dict.fromkeys([*mine, *golden]):
-        g, m = golden.get(place, {}), mine.get(place, {})
+        g, m = _weaker_bounds(golden.get(place, {}), mine.get(place, {}))
         for words in [w for w in m if w in g]:
             alike.setdefault((words, m[words].dtype, m[words].price), []).append(m[words].operator)
         left = [[h for w, h in side.items() if w not in other] for side, other in ((g, m), (m, g))]
@@ -201,6 +203,14 @@ def _differ_and_alike(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str
         f"both: {words} in {_some(operators)}{dtype}" + (f": costs {price}" if price else "")
         for (words, dtype, price), operators in priced
     ]
+
+
+def _weaker_bounds(*sides: dict[str, HabitWords]) -> Iterator[dict[str, HabitWords]]:
+    """Of two bounds for one function the weaker on both sides: how far it can be seen depends on the inputs."""
+    bounds = [{b[1]: (int(b[2]), words) for words in side if (b := _BOUND.fullmatch(words))} for side in sides]
+    weaker = {found[1]: max(b[what] for b in bounds if what in b)[1] for b in bounds for what, found in b.items()}
+    for side in sides:
+        yield {(new := weaker.get(w, w)): h._replace(words=new, deed=h.deed.replace(w, new)) for w, h in side.items()}
 
 
 def _by_place(habits: Sequence[Habit]) -> dict[tuple[str, ...], dict[str, HabitWords]]:

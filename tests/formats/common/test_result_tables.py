@@ -180,6 +180,118 @@ def test_sglangs_report(earlier: bool, tmp_path: Path, capsys: pytest.CaptureFix
     assert bad[4] == "the dumps themselves are compared by `accprobe compare BASELINE_DUMP TARGET_DUMP`"
 
 
+PLAIN = """Config: {'baseline_path': '/b', 'target_path': '/t', 'start_step': 0}
+[step=0] Raw [shape] [4, 8] vs [4, 8]\t[dtype] torch.bfloat16 vs torch.bfloat16
+After unify [shape] [4, 8] vs [4, 8]\t[dtype] torch.bfloat16 vs torch.bfloat16
+[mean] 0.0123 vs 0.0123 (diff: 0.0000)
+✅ rel_diff=1e-06\tmax_abs_diff=0.01\tmean_abs_diff=0.001
+max_abs_diff happens at coord=[0, 1] with baseline=0.5 target=0.51
+Raw [shape] [4, 8] vs [4, 8]\t[🟠dtype] torch.float32 vs torch.bfloat16
+❌ rel_diff=0.02\tmax_abs_diff=1.0\tmean_abs_diff=0.5
+When downcast to torch.bfloat16: ✅ rel_diff=0.0001\tmax_abs_diff=0.1\tmean_abs_diff=0.01
+Raw [shape] [4, 8] vs [8, 8]\t[dtype] torch.bfloat16 vs torch.bfloat16
+⚠️ Shape mismatch
+Raw [shape] [4, 8] vs [4, 8]\t[dtype] torch.bfloat16 vs torch.bfloat16
+✅ rel_diff=0.0\tmax_abs_diff=0.0\tmean_abs_diff=0.0
+Replicated checks:
+  ❌ axis=tp group=0 idx=1 vs 0: rel_diff=1.000000e-02 max_abs_diff=1.000000e+00 mean_abs_diff=1.000000e-01
+Skip: topk_ids (step=1) (baseline_load_failed)
+NonTensor: top_k = 8 (int) [equal]
+NonTensor: scale (step=2)
+  baseline = 1.0 (float)
+  target   = 2.0 (float)
+Summary: 2 passed, 4 failed, 1 skipped (total 7)
+"""
+RICH = """╭──────────────────── Comparator Config ────────────────────╮
+│   baseline_path : /b                                      │
+╰───────────────────────────────────────────────────────────╯
+
+\x1b[32m✅\x1b[0m \x1b[1;32mlayers.0.attn\x1b[0m ── bfloat16  [4, 8]
+   rel_diff=1.00e-06  max_abs=1.00e-02  mean_abs=1.00e-03
+   Bundle
+      baseline  1 files × [4, 8] bfloat16
+[step=2] ❌ non_intrusive__model.layers.1.mlp.down_proj.output ──
+bfloat16  [4, 8]
+   rel_diff=2.00e-02  max_abs=1.00e+00  mean_abs=5.00e-01
+   max_abs @ [0, 1]: baseline=0.5  target=1.5
+   ✅ downcast to torch.bfloat16: rel_diff=1.00e-04
+   Replicated Checks
+      ❌ axis=tp  group=0  idx=1 vs 0  rel_diff=1.00e-02  max_abs=1.00e+00
+
+✅ layers.3.attn                  rel_diff=1.00e-07
+❌ layers.3.mlp                   shape mismatch
+⊘ topk_ids (step=1) ── skipped (baseline_load_failed)
+⊘ bad (step=1) ── skipped (x)
+  ✗ no dims were found
+═ top_k = 8 (int) ✓
+═ scale
+  baseline = 1.0 (float)
+  target   = 2.0 (float)
+[step=3] logits ── errored (ValueError)
+Traceback (most recent call last):
+ValueError: no
+
+╭───────────────────────── SUMMARY ─────────────────────────╮
+│ 3 passed │ 4 failed │ 1 skipped │ 1 errored │ 9 total     │
+╰───────────────────────────────────────────────────────────╯
+"""
+CHECKS = """df_target shape: (3, 5)
+Check:
+target=/t/step=0___rank=0___dump_index=1___name=embed.pt (duplicate_index=0)
+baseline=/b/step=0___rank=0___dump_index=1___name=embed.pt (duplicate_index=0)
+Raw [shape] torch.Size([4, 8]) vs torch.Size([4, 8])\t[dtype] torch.bfloat16 vs torch.bfloat16
+✅ rel_diff=1e-07\t❌ max_abs_diff=0.01\t✅ mean_abs_diff=0.0001
+max_abs_diff happens at coord=(0, 1) with baseline=0.5 target=0.51
+
+Check:
+target=/t/step=3___rank=0___dump_index=2___name=mlp___layer_id=1.pt (duplicate_index=0)
+baseline=/b/step=3___rank=0___dump_index=2___name=mlp___layer_id=1.pt (duplicate_index=0)
+Raw [shape] torch.Size([4, 8]) vs torch.Size([8, 8])\t[dtype] torch.bfloat16 vs torch.bfloat16
+⚠️ Shape mismatch
+
+Skip: target=/t/step=3___rank=0___dump_index=3___name=head.pt since no baseline
+"""
+LOG = "a log of SGLang's comparator:"
+LOGS = {
+    "plain.txt": (PLAIN, f"{LOG} 7 rows; category: 4 failed, 2 passed, 1 skipped", [
+        "row 2: category failed, rel_diff 0.02, max_abs_diff 1.0, mean_abs_diff 0.5", "row 3: category failed, reason "
+        "Shape mismatch", "row 4: category failed, rel_diff 0.0", "row 7: scale: category failed, step 2"]),
+    "rich": (RICH, f"{LOG} 9 rows; category: 4 failed, 3 passed, 1 skipped, 1 errored", [
+        "row 2: non_intrusive__model.layers.1.mlp.down_proj.output: category failed, step 2, rel_diff 2.00e-02, "
+        "max_abs_diff 1.00e+00", "row 4: layers.3.mlp: category failed", "row 6: bad: category failed, step 1, reason",
+        "row 8: scale: category failed", "row 9: logits: category errored, step 3, reason ValueError"]),
+    "torn.log": (PLAIN.partition("Skip: topk")[0], f"{LOG} 4 rows; category: 3 failed, 1 passed", [
+        "the log has no summary: it was cut off, or the comparison ended early"]),
+    "other.log": (PLAIN.replace("2 passed, 4", "3 passed, 4"), f"{LOG} 7 rows; category: 4 failed", [
+        "the log's summary is 3 passed, 4 failed, 1 skipped: not all of its lines could be read"]),
+    "check.out": (CHECKS, "a log of SGLang's dump_comparator: 3 rows; rel_diff mark: 1 ✅, 1 Shape mismatch, 1 Skip; "
+        "max_abs_diff mark: 1 ❌; mean_abs_diff mark: 1 ✅", [
+        "row 1: embed: rel_diff mark ✅, max_abs_diff mark ❌, mean_abs_diff mark ✅, step 0, rel_diff 1e-07",
+        "row 2: mlp: rel_diff mark Shape mismatch, step 3"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_sglangs_logs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As dump_comparator prints it, as plain text, and through rich; made up in the form of SGLang's sources."""
+    text, first, more = LOGS[name]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    code, out, err = typed(capsys, "compare", tmp_path / name)
+    assert (code, err) == (1, "")
+    assert out.startswith(first)
+    assert not [line for line in more if line not in out], out
+    assert ("summary" in out) == (name in ("torn.log", "other.log"))
+    assert out.endswith("`accprobe compare BASELINE_DUMP TARGET_DUMP`\n")
+
+
+@pytest.mark.parametrize("text", ["✅ all tests passed\n", "Check:\nthe log\n", "Config: {}\n", "Skip: this one\n"])
+def test_another_log_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.log").write_text(text, encoding="utf-8")
+    code, _, err = typed(capsys, "inspect", tmp_path / "a.log")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no file of a kind that is known" in err
+
+
 BOMB = '<!DOCTYPE a [<!ENTITY b "&c;&c;"><!ENTITY c SYSTEM "file:///etc/passwd">]>'
 HEAD = ",".join([*BASIC, "Result", "Err_message"])
 LINE = f"{MLP}.output.0,x,a,b,c,d,error,far"
@@ -258,17 +370,3 @@ def test_answers_of_an_evaluation_are_named(
     monkeypatch.setattr("vllm_accprobe.cli.compare_other._NAMES", 2)  # a folder that is too large to be looked through
     code, _, err = typed(capsys, "inspect", tmp_path / "a")
     assert (code, "is no dump of a format that is known" in err) == (2, True)
-
-
-def test_a_line_of_a_report_is_bounded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_accprobe.formats.common import result_tables
-
-    monkeypatch.setattr(result_tables, "MAX_LINE", 100)
-    path = tmp_path / "report.jsonl"
-    lines = {"type": "config"}, {"type": "comparison", "name": "x" * 100}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, out, err = typed(capsys, "inspect", path)
-    assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
-    assert f"{path}: a line has more than" in err

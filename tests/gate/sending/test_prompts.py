@@ -90,6 +90,8 @@ def test_sharegpt_up_to_the_last_question(tmp_path: Path) -> None:
 
 def test_plain_text_and_images(tmp_path: Path) -> None:
     assert [line.text for line in read(given(tmp_path, "p.txt", "one", "", "two {"))] == ["one", "two {"]
+    (tmp_path / "u.jsonl").write_text('\ufeff{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")  # no ends of lines
+    assert [line.text for line in read(tmp_path / "u.jsonl")] == ["a\u2028b\x85c"]
     (tmp_path / "i.png").write_bytes(b"image")
     (line,) = read(given(tmp_path, "i.jsonl", {"prompt": "what?", "images": ["i.png", "https://x/y.jpg"]}))
     assert line.messages is not None

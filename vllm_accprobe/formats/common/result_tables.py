@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from xml.parsers import expat
 
-from vllm_accprobe.dump.files import MAX_LINE, DumpError
+from vllm_accprobe.dump.files import DumpError, bounded_lines
+from vllm_accprobe.formats.common import sglang_logs
 from vllm_accprobe.formats.msprobe import place_of
 
 Columns = dict[str, str]
@@ -34,9 +35,9 @@ class SheetError(DumpError):
     """One line: which file, where, what is wrong, what to do."""
 
 
-BAD = frozenset({"error", "fail", "failed", "errored", "no", "different"})
+BAD = frozenset({"error", "fail", "failed", "errored", "no", "different", "❌", "shape mismatch"})
 DOUBTFUL = frozenset({"warning", "unmatched"})
-GOOD = frozenset({"pass", "passed", "yes"})
+GOOD = frozenset({"pass", "passed", "yes", "✅"})
 """Verdicts, in small letters. Any other word is none: SKIP, N/A, an empty cell."""
 _RECORD = re.compile(r"(.+\.(?:forward|backward)(?:\.\d+)?|.+\.parameters_grad)\.(\w+(?:\..+)?)")
 
@@ -91,6 +92,14 @@ KINDS = (
     ResultKind(frozenset({"type=config"}), "a report of SGLang's comparator",
                "the dumps themselves are compared by `accprobe compare BASELINE_DUMP TARGET_DUMP`",
                ("name",), ("category",), "reason", ("step", "rel_diff", "max_abs_diff", "mean_abs_diff")),
+    ResultKind(frozenset({sglang_logs.COMPARATOR}), "a log of SGLang's comparator",
+               "every row's name is in TARGET_DUMP/comparator_report.jsonl; the dumps themselves are compared by "
+               "`accprobe compare BASELINE_DUMP TARGET_DUMP`",
+               ("name",), ("category",), "reason", ("step", "rel_diff", "max_abs_diff", "mean_abs_diff")),
+    ResultKind(frozenset({sglang_logs.DUMP_COMPARATOR}), "a log of SGLang's dump_comparator",
+               "the dumps themselves are compared by `accprobe compare BASELINE_DUMP TARGET_DUMP`", ("name",),
+               ("rel_diff mark", "max_abs_diff mark", "mean_abs_diff mark"), "reason",
+               ("step", "rel_diff", "max_abs_diff", "mean_abs_diff")),
 )  # fmt: skip
 _HEAD = 1 << 16
 _CELL = 1 << 20
@@ -100,14 +109,6 @@ _TEXTS, _SHEET = 1 << 28, 1 << 31
 _NO_BOOK = (expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, RuntimeError, ValueError)
 
 
-def bounded_line(f: IO[bytes], path: Path) -> bytes:
-    """The next line of ``f``, b"" at its end. Raises DumpError where it is longer than MAX_LINE."""
-    raw = f.readline(MAX_LINE + 1)
-    if len(raw) > MAX_LINE:
-        raise DumpError(f"{path}: a line has more than {MAX_LINE >> 20} MiB: write one result on each line (jsonl)")
-    return raw
-
-
 def kind_of(columns: Iterable[str]) -> ResultKind | None:
     """What a table with these columns is."""
     there = frozenset(columns)
@@ -115,10 +116,13 @@ def kind_of(columns: Iterable[str]) -> ResultKind | None:
 
 
 def header_of(path: Path) -> list[str]:
-    """The columns of a csv or xlsx, the keys and the type of a jsonl's first line; none of another file."""
+    """The columns of a csv or xlsx, the keys and the type of a jsonl's first line, what kind of log a text is; none of
+    another file."""
     if not path.is_file():
         return []
     try:
+        if path.suffix in sglang_logs.SUFFIXES:
+            return [*filter(None, [sglang_logs.kind_of_log(path)])]
         if path.suffix != ".jsonl":
             return next(lines_of(path, "replace"))[1] if path.suffix in (".csv", ".xlsx") else []
         with path.open("rb") as f:
@@ -225,32 +229,32 @@ def _rows(path: Path) -> Iterator[Columns]:
 
 def _sglang_rows(path: Path) -> Iterator[Columns]:
     """Of a report: each comparison with its category, as SGLang concludes it. Raises DumpError."""
-    with path.open("rb") as f:
-        for number, raw in enumerate(iter(lambda: bounded_line(f, path), b""), 1):
-            try:
-                line = json.loads(raw)
-            except (ValueError, RecursionError):
-                raise DumpError(f"{path}: line {number} is no json; is it whole?") from None
-            kind = str(line.get("type")).removeprefix("comparison_") if isinstance(line, dict) else ""
-            if kind not in ("comparison", "tensor", "skip", "non_tensor", "error"):
-                continue
-            diff, place = (line[k] if isinstance(line.get(k), dict) else {} for k in ("diff", "location"))
-            checks = line["replicated_checks"] if isinstance(line.get("replicated_checks"), list) else []
-            failed = bool(line.get("errors") or line.get("warnings"))
-            failed |= any(not isinstance(c, dict) or c.get("passed") is not True for c in checks)
-            failed |= kind != "skip" and (line.get("values_equal") or diff.get("passed")) is not True
-            words = {"error": "errored", "skip": "failed" if failed else "skipped"}
-            why = [line.get(k) for k in ("reason", "exception_type", "errors", "warnings")]
-            row = {**diff, "name": line.get("name"), "category": words.get(kind, "failed" if failed else "passed"),
-                   "reason": next(filter(None, why), ""), "step": place.get("step")}  # fmt: skip
-            yield {k: "" if v is None else v if isinstance(v, str) else json.dumps(v)[:200] for k, v in row.items()}
+    for number, raw in enumerate(bounded_lines(path), 1):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise DumpError(f"{path}: line {number} is no json; is it whole?") from None
+        kind = str(line.get("type")).removeprefix("comparison_") if isinstance(line, dict) else ""
+        if kind not in ("comparison", "tensor", "skip", "non_tensor", "error"):
+            continue
+        diff, place = (line[k] if isinstance(line.get(k), dict) else {} for k in ("diff", "location"))
+        checks = line["replicated_checks"] if isinstance(line.get("replicated_checks"), list) else []
+        failed = bool(line.get("errors") or line.get("warnings"))
+        failed |= any(not isinstance(c, dict) or c.get("passed") is not True for c in checks)
+        failed |= kind != "skip" and (line.get("values_equal") or diff.get("passed")) is not True
+        words = {"error": "errored", "skip": "failed" if failed else "skipped"}
+        why = [line.get(k) for k in ("reason", "exception_type", "errors", "warnings")]
+        row = {**diff, "name": line.get("name"), "category": words.get(kind, "failed" if failed else "passed"),
+               "reason": next(filter(None, why), ""), "step": place.get("step")}  # fmt: skip
+        yield {k: "" if v is None else v if isinstance(v, str) else json.dumps(v)[:200] for k, v in row.items()}
 
 
 @dataclass
 class ResultTable:
     """What a file of results says. verdicts: by column, how often each word is there; bad: (number, name, row) of the
     first rows that are wrong, then of the doubtful ones. errors, warnings, judged: numbers of rows; alone: of those
-    without a partner; unparsed: of names that are not of the tool's form, the first of which is kept."""
+    without a partner; unparsed: of names that are not of the tool's form, the first of which is kept. note: where the
+    file's own summary counts otherwise."""
 
     kind: ResultKind
     verdicts: dict[str, Counter[str]]
@@ -262,6 +266,7 @@ class ResultTable:
     alone: int = 0
     unparsed: int = 0
     first_unparsed: str = ""
+    note: str = ""
 
 
 def read(path: Path, most: int = 10) -> ResultTable | None:
@@ -269,8 +274,12 @@ def read(path: Path, most: int = 10) -> ResultTable | None:
     kind = kind_of(header_of(path))
     if kind is None:
         return None
-    found, doubtful = ResultTable(kind, {}, []), list[tuple[int, str, Columns]]()
-    for row in _sglang_rows(path) if path.suffix == ".jsonl" else _rows(path):
+    found, doubtful, concluded = ResultTable(kind, {}, []), list[tuple[int, str, Columns]](), Counter[str]()
+    if path.suffix in sglang_logs.SUFFIXES:
+        rows = sglang_logs.rows(path, concluded)
+    else:
+        rows = _sglang_rows(path) if path.suffix == ".jsonl" else _rows(path)
+    for row in rows:
         found.rows += 1
         name = next((row[c] for c in kind.names if row.get(c)), "")
         words = {c: row[c] for c in kind.verdicts if row.get(c)}
@@ -290,4 +299,8 @@ def read(path: Path, most: int = 10) -> ResultTable | None:
             found.unparsed += 1
             found.first_unparsed = found.first_unparsed or name[:200] or "(empty)"
     found.bad = [*found.bad, *doubtful][:most]
+    if sglang_logs.COMPARATOR in kind.needs and +concluded != found.verdicts.get("category", Counter()):
+        summary = ", ".join(f"{n:,} {word}" for word, n in concluded.items())
+        found.note = (f"the log's summary is {summary}: not all of its lines could be read" if summary else
+                      "the log has no summary: it was cut off, or the comparison ended early")  # fmt: skip
     return found

@@ -12,6 +12,7 @@ Not here: sending (client.py), what a server makes of messages (rendering.py).
 from __future__ import annotations
 
 import base64
+import codecs
 import difflib
 import hashlib
 import json
@@ -23,7 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.files import bounded_lines
+
 NAME = "default"
+_HEAD = 1 << 16
 LENGTHS = (64, 250, 510, 1030, 2050, 4100, 8000)
 """Chosen: tokens, about; around the powers of two at which chunks, blocks and windows end."""
 _SHORT = {
@@ -85,6 +89,8 @@ def _table(tokens: int) -> str:
 DEFAULT = NAME
 MAX_IMAGE = 64 << 20
 """Chosen: bytes of an image; a server would refuse it long before."""
+MAX_LINE = 8 * MAX_IMAGE
+"""Bytes of a line; images lie in it."""
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
           "system": "system"}  # fmt: skip
 
@@ -184,17 +190,16 @@ def to_text(lines: list[PromptLine]) -> str:
 
 def read(source: str, note: Callable[[str], object] | None = None) -> list[PromptLine]:
     """``default``, or the path of a file. note: gets a line on fields that are not sent.
-    Raises PromptsError, OSError."""
+    Raises PromptsError, OSError, DumpError."""
     path = Path(source)
     if source == NAME and not path.exists():
         return _named([_line(line, "the shipped set", Path()) for line in shipped_lines()])
     if not path.is_file():
         raise PromptsError(f"{source} is no file: name a jsonl, a ShareGPT json or a text, or `{NAME}`")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        found = list(_lines(path))
     except UnicodeDecodeError:
         raise PromptsError(f"{path} is no text in UTF-8") from None
-    found = list(_lines(path, text))
     if not found:
         raise PromptsError(f"{path} has no prompts")
     ignored = Counter(name for line in found for name in line.ignored)
@@ -206,21 +211,24 @@ def read(source: str, note: Callable[[str], object] | None = None) -> list[Promp
     return _named(found)
 
 
-def _lines(path: Path, text: str) -> Iterator[PromptLine]:
-    if path.suffix == ".jsonl" or text.lstrip()[:1] == "{":
-        for number, raw in enumerate(text.splitlines(), 1):
-            if raw.strip():
-                yield _line(_parse(raw, f"{path}, line {number}"), f"{path}, line {number}", path.parent)
-    elif path.suffix == ".json" or text.lstrip().startswith("[{"):
-        value = _parse(text, str(path))
+def _lines(path: Path) -> Iterator[PromptLine]:
+    with path.open("rb") as f:
+        begin = f.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip()
+    if path.suffix != ".jsonl" and (path.suffix == ".json" or begin.startswith(b"[{")) and begin[:1] != b"{":
+        value = _parse(path.read_text(encoding="utf-8-sig"), str(path))
         if not isinstance(value, list):
             raise PromptsError(f"{path} is no list of prompts or conversations")
         for number, item in enumerate(value, 1):
             yield _line(item, f"{path}, item {number}", path.parent)
-    else:
-        for raw in text.splitlines():
-            if raw.strip():
-                yield PromptLine("", text=raw)
+        return
+    for number, line in enumerate(bounded_lines(path, MAX_LINE), 1):
+        text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode().rstrip("\r\n")
+        if not text.strip():
+            continue
+        if path.suffix == ".jsonl" or begin[:1] == b"{":
+            yield _line(_parse(text, f"{path}, line {number}"), f"{path}, line {number}", path.parent)
+        else:
+            yield PromptLine("", text=text)
 
 
 def _parse(text: str, where: str) -> Any:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.files import bounded_lines
 from vllm_accprobe.gate.sending import prompts
 from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine
@@ -80,13 +81,12 @@ def _add(engine: dict[str, list[Row]], path: Path) -> None:
 
 
 def lines(path: Path) -> Iterator[Any]:
-    """The json of each line; what is none is left out. Raises OSError."""
-    with path.open("rb") as f:
-        for raw in f:
-            try:
-                yield json.loads(raw)
-            except (ValueError, RecursionError):
-                continue
+    """The json of each line; what is none is left out. Raises OSError, DumpError."""
+    for raw in bounded_lines(path):
+        try:
+            yield json.loads(raw)
+        except (ValueError, RecursionError):
+            continue
 
 
 SCHEMA = 1
@@ -183,18 +183,17 @@ def _replies(path: Path) -> Iterator[Reply]:
     """Each whole line that is a reply."""
     if not path.exists():
         return
-    with path.open("rb") as f:
-        for raw in f:
-            try:
-                value = json.loads(raw)
-                if not raw.endswith(b"\n"):
-                    continue
-                top = value.get("top")
-                if top is not None:
-                    value["top"] = [(ids, values) for ids, values in top]
-                yield Reply(**{k: v for k, v in value.items() if k in _NAMES})
-            except (ValueError, RecursionError, TypeError, AttributeError):
+    for raw in bounded_lines(path):
+        try:
+            value = json.loads(raw)
+            if not raw.endswith(b"\n"):
                 continue
+            top = value.get("top")
+            if top is not None:
+                value["top"] = [(ids, values) for ids, values in top]
+            yield Reply(**{k: v for k, v in value.items() if k in _NAMES})
+        except (ValueError, RecursionError, TypeError, AttributeError):
+            continue
 
 
 class LineWriter:

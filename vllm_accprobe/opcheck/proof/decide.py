@@ -253,7 +253,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     rest = [o for o in result.origins if o.get("gap") or o["module"] not in proved | excused | cleared]
     where = " in part" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
-    notes = [f"replay: {proof.checked} outputs of mine checked{where}, {wrong}"]
+    notes = [f"replay: {proof.checked:,} outputs of mine checked{where}, {wrong}"]
     notes += [f"replay: {said}" for said in (*proof.notes, *rounded_caches(proof.caches, right))]
     if shared:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
