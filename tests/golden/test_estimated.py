@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.golden.estimated import ESTIMATED
 from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import pack
+from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
 
 SMALL = 40_000
 """Of the synthetic model's 33 rows, five in full and five as sketches."""
@@ -86,3 +88,19 @@ def test_packs_of_other_seeds_share_no_signs(golden: tuple[Path, Path], tmp_path
     found = judged(golden[1], tmp_path / "other.golden")
     assert found.verdict == "pass"
     assert not any(p.message.startswith(ESTIMATED) for p in found.pairs)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_proved_row_is_excused_only_where_the_pack_holds_it(golden: tuple[Path, Path], held: bool) -> None:
+    """The pack's rows of the module are equal to the bit, and the replay of mine proves one wrong."""
+    result = judged(golden[1], golden[0])
+    assert result.measured is not None
+    name = result.measured.setting.name
+    parts = [p for u in result.measured.units if u.key[:2] == (TAP, "output.0") for p in u.parts if not p.skip]
+    request, position = next(name(k) for p in parts for k in p.rows.keys.tolist())
+    at = (request, position if held else 1_000)
+    result = replace(result, pairs=[p for p in result.pairs if not p.message.startswith(ESTIMATED)])
+    blame = ReplayFinding(TAP, "", "output.0", 0, *at, 0.1, None, 5.0, 1, "")
+    found = decide(result, ReplayResult((blame,), (), (), frozenset(), 1))
+    assert [o["module"] for o in found.origins] == ([] if held else [TAP])
+    assert found.verdict == ("pass" if held else "fail")

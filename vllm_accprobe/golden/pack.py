@@ -473,7 +473,7 @@ class _Packing:
         probe = self.dump.run.get("probe")
         known = ("task", "tokens", "steps", "modules", "parts", "graphs", "ops", "weights")
         run["probe"] = {k: probe[k] for k in known if k in probe} if isinstance(probe, dict) else {}
-        return {**run, "schema": SCHEMA}
+        return {**run, "schema": SCHEMA, "packed": True}
 
     def _journal(self, rank: int, lines: list[dict[str, Any]], spaces: Mapping[tuple[int, str], RowSpace]) -> bytes:
         """All lines of a rank: what the dump says of the run, row maps, and the tensors' ``lines``."""

@@ -238,7 +238,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
             order[pair.tap] = min(pair.order, order.get(pair.tap, pair.order))
     known = {o["module"]: o for o in result.origins if not o.get("gap")}
     equal = _equal_outputs(result.pairs)
-    same = [b.tap for b in proof.blamed if (b.tap, b.role) in equal]
+    same = [b.tap for b in proof.blamed if (b.tap, b.role) in equal and _is_compared(b, result)]
     proved = {b.tap for b in proof.blamed} - set(same)
     blamed = sorted(
         (b for b in proof.blamed if b.tap in proved),
@@ -353,6 +353,17 @@ def _cleared(origin: OriginEntry, rows: _Rows) -> bool:
     inferred = origin.get("tier") != PROVED and not origin.get("setting")
     tap, role = str(origin["module"]), str(origin.get("role", ""))
     return inferred and role.startswith("output") and not rows.why_not_all(tap, role)
+
+
+def _is_compared(b: ReplayFinding, result: Comparison) -> bool:
+    """Whether the row that is blamed has a partner. A golden pack holds few rows, which may be equal where others are
+    not; any other dump has the rows that its run computed."""
+    packed = any(run.get("packed") for run in (result.golden_run, result.mine_run))
+    if not packed or result.measured is None or b.request is None:
+        return True
+    name = result.measured.setting.name
+    parts = (p for u in result.measured.units if u.key[:2] == (b.tap, b.role) for p in u.parts if not p.skip)
+    return any(name(key) == (b.request, b.position) for p in parts for key in p.rows.keys.tolist())
 
 
 def _equal_outputs(pairs: Sequence[Pair]) -> set[tuple[str, str]]:
