@@ -68,8 +68,13 @@ class TensorSite(NamedTuple):
     nbytes: int
 
     @staticmethod
-    def of_line(e: Event) -> TensorSite:
-        """Raises ValueError for a ``tensor`` or ``param`` event that is none."""
+    def of_line(e: Event, layouts: dict[str, Layout] | None = None) -> TensorSite:
+        """Raises ValueError for a ``tensor`` or ``param`` event that is none. layouts: those read before, by their
+        text: a dump has thousands of sites and a dozen layouts."""
+        layouts = {} if layouts is None else layouts
+        laid = repr(e.get("layout"))
+        if laid not in layouts:
+            layouts[laid] = layout_of(e.get("layout"))
         dtype = string(e, "dtype")
         info = DTYPES.get(dtype)
         if info is None:
@@ -90,7 +95,7 @@ class TensorSite(NamedTuple):
             raise ValueError(f"stride is {short(stride)} for shape {list(shape)}")
         return TensorSite(
             string(e, "tap"), string(e, "class", ""), string(e, "role"), dtype, shape, optional_string(e, "rows"),
-            row_dim, layout_of(e.get("layout")), optional_string(e, "sample"), bool(e.get("mutated", False)),
+            row_dim, layouts[laid], optional_string(e, "sample"), bool(e.get("mutated", False)),
             None if stride is None else tuple(stride), integer(e, "offset", 0), e["event"] == "param", size,
         )  # fmt: skip
 
@@ -115,6 +120,7 @@ class TensorSites:
         self.all: list[TensorSite] = []
         self._numbers: dict[TensorSite, int] = {}
         self._heads: dict[bytes, int] = {}
+        self._layouts: dict[str, Layout] = {}
 
     def number(self, site: TensorSite) -> int:
         found = self._numbers.setdefault(site, len(self.all))
@@ -133,7 +139,7 @@ class TensorSites:
 
     def whole(self, line: bytes, e: Event) -> tuple[int, Event]:
         """The same of a line that was parsed. Raises ValueError for a ``tensor`` or ``param`` event that is none."""
-        number, head = self.number(TensorSite.of_line(e)), line[: line.find(_CUT)]
+        number, head = self.number(TensorSite.of_line(e, self._layouts)), line[: line.find(_CUT)]
         with contextlib.suppress(ValueError):  # a head is an object of its own, and says all but what may follow it
             known = orjson.loads(head + b"}")
             if len(self._heads) < _MOST_HEADS and known.keys() | _OWN >= e.keys() and not known.keys() & _OWN:
