@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -273,29 +274,39 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
     n = len(events)
     own = [sites.all[i] for i in numbers]
     out = dict(_EMPTY) | {"site": np.array(numbers, np.int32), "rank": np.full(n, rank, np.int32)}
+    keys = {"call": 0, "seq": 0, "hash": None, "stats": None}
+    calls, seqs, hashed, stats = _columns_of(events, keys)
     stored = [i for i, e in enumerate(events) if e.get("seg") is not None]
     out["seg"], out["off"] = np.full(n, -1), np.zeros(n, np.int64)
     if stored:
         of_stored = [events[i] for i in stored]
-        out["seg"][stored], out["off"][stored] = _whole(of_stored, "seg"), _whole(of_stored, "off")
-        for i, nbytes in zip(stored, _whole(of_stored, "nbytes").tolist(), strict=True):
+        places = _columns_of(of_stored, dict.fromkeys(("seg", "off", "nbytes")))
+        seg, off, sizes = map(_whole, ("seg", "off", "nbytes"), places)
+        out["seg"][stored], out["off"][stored] = seg, off
+        for i, nbytes in zip(stored, sizes.tolist(), strict=True):
             if own[i].nbytes != nbytes:
                 raise ValueError(f"{nbytes} bytes are not a {own[i].dtype} tensor of shape {list(own[i].shape)}")
     ran = [i for i, site in enumerate(own) if not site.parameter]
     out["step"] = np.full(n, -1)
-    out["step"][ran] = _whole(events if len(ran) == n else [events[i] for i in ran], "step")
-    out["call"], out["seq"] = _whole(events, "call", 0), _whole(events, "seq", 0)
-    hashes = np.empty(n, object)
-    hashes[:] = [e.get("hash") for e in events]
-    if not set(map(type, hashes)) <= {str, type(None)}:
-        hashes[:] = [optional_string(e, "hash") for e in events]
-    out["hash"] = hashes
-    hashes[:] = [None if h is None else sys.intern(h) for h in hashes]
+    out["step"][ran] = _whole("step", [events[i].get("step") for i in ran])
+    out["call"], out["seq"] = _whole("call", calls), _whole("seq", seqs)
+    if not set(map(type, hashed)) <= {str, type(None)}:
+        hashed = [optional_string({"hash": h}, "hash") for h in hashed]
+    out["hash"] = np.empty(n, object)
+    out["hash"][:] = [None if h is None else sys.intern(h) for h in hashed]
     out["lost"] = np.zeros(n, bool)
-    return out | _of_stats([e.get("stats") for e in events])
+    return out | _of_stats(stats)
 
 
-def _of_stats(found: list[Any]) -> Columns:
+def _columns_of(events: Sequence[Event], keys: Mapping[str, Any]) -> list[Sequence[Any]]:
+    """The values of each key, which has a default."""
+    try:
+        return list(zip(*map(itemgetter(*keys), events), strict=True)) or [() for _ in keys]
+    except KeyError:
+        return [[e.get(key, default) for e in events] for key, default in keys.items()]
+
+
+def _of_stats(found: Sequence[Any]) -> Columns:
     known = [i for i, s in enumerate(found) if s is not None]
     some = found if len(known) == len(found) else [found[i] for i in known]
     if not set(map(type, some)) <= {dict}:
@@ -303,10 +314,10 @@ def _of_stats(found: list[Any]) -> Columns:
     out: Columns = {name: np.full(len(found), -1) for name in _COUNTS} | {
         name: np.full(len(found), np.nan) for name in _WORDS
     }
-    out["count"][known] = _whole(some, "count")
-    out["nan"][known], out["inf"][known] = _whole(some, "nan", 0), _whole(some, "inf", 0)
-    for name in _WORDS:
-        values = [s.get(name) for s in some]
+    (count, nan, inf), words = (columns := _columns_of(some, _STATS))[:3], columns[3:]
+    out["count"][known] = _whole("count", count)
+    out["nan"][known], out["inf"][known] = _whole("nan", nan), _whole("inf", inf)
+    for name, values in zip(_WORDS, words, strict=True):
         if not set(map(type, values)) <= {float, type(None)}:
             values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None
                       for v in values]  # fmt: skip
@@ -316,9 +327,11 @@ def _of_stats(found: list[Any]) -> Columns:
     return out
 
 
-def _whole(events: Sequence[Event], key: str, default: int | None = None) -> np.ndarray:
+_STATS: Mapping[str, Any] = {"count": None, "nan": 0, "inf": 0, **dict.fromkeys(_WORDS)}
+
+
+def _whole(key: str, values: Sequence[Any]) -> np.ndarray:
     """int64 [n]: `integer` of each. Raises ValueError."""
-    values = [e.get(key, default) for e in events]
     if set(map(type, values)) <= {int}:
         try:
             column = np.array(values, np.int64)
@@ -326,7 +339,7 @@ def _whole(events: Sequence[Event], key: str, default: int | None = None) -> np.
             column = np.full(1, -1)
         if not len(column) or (column.min() >= 0 and column.max() <= MAX_INT):
             return column
-    return np.array([integer(e, key, default) for e in events], np.int64)  # says which is none
+    return np.array([integer({key: v}, key) for v in values], np.int64)  # says which is none
 
 
 def places_of(records: Sequence[Record]) -> tuple[Sequence[Record], np.ndarray]:
