@@ -415,6 +415,12 @@ def of_sites(records: Sequence[Record], fits: Callable[[Any], bool]) -> Sequence
     return [r for r in records if fits(r)]
 
 
+def of_moment(records: Sequence[Record], rank: int, step: int | None) -> Sequence[Record]:
+    """The records of one rank and step, or its parameters."""
+    at = (numbers_of(records, "rank") == rank) & (numbers_of(records, "step") == (-1 if step is None else step))
+    return records.only(at) if isinstance(records, RecordTable) else [records[i] for i in np.flatnonzero(at).tolist()]
+
+
 def of_new_places(records: Sequence[Record]) -> Sequence[Record]:
     """The records of all steps of a rank in which a (tap, role, call) comes that no step before had; of a list all."""
     if not isinstance(records, RecordTable):
