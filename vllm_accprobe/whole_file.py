@@ -95,6 +95,12 @@ def write_private(path: str | Path, text: str) -> None:
             f.write(data)
 
 
+def write_lines(path: str | Path, lines: Iterable[str]) -> None:
+    """Lines with their ends, text as in `write_text`. Raises OSError."""
+    with whole(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
+        f.writelines(lines)
+
+
 def write_csv_lines(path: str | Path, header: Sequence[object], lines: Iterable[Sequence[object]]) -> None:
     """A csv with ``\\n`` line ends, text as in `write_text`. Raises OSError."""
     with whole(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:

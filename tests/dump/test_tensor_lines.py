@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from vllm_accprobe.dump.journal import TensorHead, last, record
+from vllm_accprobe.dump.journal import TensorHead, last
 from vllm_accprobe.dump.journal_writer import spell, template_of
+from vllm_accprobe.dump.record_table import RecordTable, TensorSites
 from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -54,7 +55,11 @@ def test_there_and_back(
         template_of(head, "int8", (4,), 4).reshaped("float32", (2, 3), 24),
     ):
         assert spell((template, step, call, seq, cell)) == text + "\n"
-    assert record(0, json.loads(text), {}) == value
+    sites = TensorSites()
+    lines = [sites.whole(text.encode(), json.loads(text)), sites.short(text.encode())]
+    assert lines[1] is not None
+    assert len(lines[1][1]) < len(lines[0][1])  # the head was not parsed again
+    assert list(RecordTable.of_lines(sites, 0, lines)[0]) == [value, value]
 
 
 @pytest.mark.parametrize(

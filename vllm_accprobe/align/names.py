@@ -20,6 +20,7 @@ from vllm_accprobe.align.engines import vllm_names
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
+from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import Record
 
 EXACT, OTHER_CLASS, PREFIX, ORDER = "exact", "exact, other class", "prefix", "order"
@@ -266,18 +267,18 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     if rules is not None:
         golden, mine, said = apply(rules, golden, mine)
         lines += said or [f"mapping: no rule of {rules.origin} fits any tap"]
-    sides = [vllm_names.engine(d.run, [r.tap for r in d.records]) for d in (golden, mine)]
+    sides = [vllm_names.engine(d.run, [r.tap for r in first_of_each_site(d.records)]) for d in (golden, mine)]
     foreign = set(sides) == {vllm_names.TRANSFORMERS, vllm_names.VLLM}
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
         golden, mine, said = apply(vllm_names.RULES, golden, mine, sides[0] == vllm_names.VLLM)
         lines += said
-    apart = None if foreign else experts_apart(golden.records, mine.records)
+    apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
         golden, mine, said = apply(apart[0], golden, mine, apart[1])
         lines += said
-    alone = None if foreign else routed_alone(golden.records, mine.records)
+    alone = None if foreign else routed_alone(*map(first_of_each_site, (golden.records, mine.records)))
     if alone is not None:
         rules, swapped, absent = alone
         golden, mine, said = apply(rules, golden, mine, swapped)

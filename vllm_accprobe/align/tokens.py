@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import (
     DEALT,
     DECODE,
@@ -419,8 +420,8 @@ class SampledHistory:
         for (rank, _, name), space in self._dump.rows.items():
             if rank == self._rank and name == TOKENS and len(space.ids) == space.n:
                 _put(seen, space, np.array(space.ids, np.int64), 0)
-        for r in self._dump.records:
-            if (r.tap, r.role, r.rank) != (_SAMPLER, _TOKEN, self._rank) or r.step is None or r.payload is None:
+        for r in of_sites(self._dump.records, lambda site: (site.tap, site.role) == (_SAMPLER, _TOKEN)):
+            if r.rank != self._rank or r.step is None or r.payload is None:
                 continue
             space = self._dump.rows.get((self._rank, r.step, LOGITS))
             if space is not None and (self._rank, r.step, TOKENS) not in self._dump.rows and r.shape == (space.n,):

@@ -26,6 +26,7 @@ from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import RoleRule, Rules, Source, TapRule
 from vllm_accprobe.align.tokens import Cell, RequestPlan, Rows, SideRows, Space, TokenPlan, make_key
 from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, Record
 from vllm_accprobe.formats import atb, torchair
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE
@@ -312,7 +313,7 @@ def meet(golden: Any, mine: Any, rules: Rules | None) -> tuple[Rules, bool, list
 
 def _alike(golden: Any, mine: Any) -> bool:
     """Whether the two call most places the same: one was converted from the other's tool."""
-    taps = [{r.tap for r in d.records} for d in (golden, mine)]
+    taps = [{r.tap for r in first_of_each_site(d.records)} for d in (golden, mine)]
     return 2 * len(taps[0] & taps[1]) > min(map(len, taps))
 
 

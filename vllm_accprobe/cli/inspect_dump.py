@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from vllm_accprobe.cli import places
 from vllm_accprobe.cli.options import SelectionOptions, ranges
 from vllm_accprobe.cli.output import answer, for_program, print_table, say_written, show
 from vllm_accprobe.dump.reader import Dump, Ranges, Selection, matches, row_space, rows_of, within
+from vllm_accprobe.dump.record_table import ChosenRecords, first_of_each_site, joined
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import ForeignDump, open_dump
 from vllm_accprobe.formats.common import foreign
@@ -74,14 +76,14 @@ def summary(
         places.writable(text.parent, str(text))
     what = chosen_by.selection(names)
     calls: list[Any] = chosen_calls(opened, what) if getattr(opened, "ops", None) else []
-    chosen = [] if how.ops else what.apply(opened, padding=True)
+    chosen = ChosenRecords([], np.zeros(0, np.int64)) if how.ops else what.apply(opened, padding=True)
     if chosen and table is not None:
-        chosen = _with_statistics(opened, chosen)
+        listed: Sequence[tuple[int, Record]] = _with_statistics(opened, chosen)
         with whole(table) as part, open(part, "w", newline="", encoding="utf-8") as f:
-            csv.writer(f).writerows([CSV, *csv_rows(opened, chosen)])
+            csv.writer(f).writerows(itertools.chain([CSV], csv_rows(opened, listed)))
     if chosen and (table is None or text is not None):
         taps = set() if any("::" in name for name in names) else {call.tap for call in calls}
-        listed = [(i, r) for i, r in chosen if r.tap not in taps]
+        listed = chosen.but(taps)
         shown = _with_statistics(opened, listed[:limit] if limit and text is None else listed)
         answer(tensors=[dict(zip(CSV, row, strict=True)) for row in csv_rows(opened, shown)] if for_program() else [])
         if shown:
@@ -92,7 +94,7 @@ def summary(
             typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down")
     if calls and table is None and text is None:
         show_operators(opened, calls, limit)
-    lines = about(opened, [r for _, r in chosen])
+    lines = about(opened, chosen)
     skipped: Counter[str] = Counter()
     for s in opened.skips:
         skipped[s.reason] += s.count
@@ -111,7 +113,7 @@ def _files(dump: Dump, names: list[str]) -> tuple[list[str], Path | None, Path |
     for name in names:
         suffix = Path(name).suffix
         like_one = suffix in (".txt", ".csv", ".json", ".tsv", ".md", ".xlsx") or Path(name).is_file()
-        if not like_one or any(name in (r.tap, r.cls) for r in dump.records):
+        if not like_one or any(name in (r.tap, r.cls) for r in first_of_each_site(dump.records)):
             globs.append(name)
         elif suffix in (".txt", ".csv") and suffix not in places:
             places[suffix] = Path(name)
@@ -121,10 +123,12 @@ def _files(dump: Dump, names: list[str]) -> tuple[list[str], Path | None, Path |
     return globs, places.get(".txt"), places.get(".csv")
 
 
-def _with_statistics(dump: Dump, chosen: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
+def _with_statistics(dump: Dump, chosen: Sequence[tuple[int, Record]]) -> Sequence[tuple[int, Record]]:
     """The same; what has values and no statistics gets them computed, with a bar on a terminal."""
+    if not isinstance(dump, ForeignDump):  # of our own, what the journal does not say is not there
+        return chosen
     lacking = sum(foreign.missing(r) for _, r in chosen)
-    if not lacking or not isinstance(dump, ForeignDump):  # of our own, what the journal does not say is not there
+    if not lacking:
         return chosen
     with progress("statistics", lacking) as done:
         records, failed = foreign.computed(dump, [r for _, r in chosen], done)
@@ -180,12 +184,12 @@ STATES, WEIGHTS = "states", "weights"
 def is_tap(dump: Dump, name: str) -> bool:
     """Whether ``name`` is shown in detail: a tap or a record; or else what is neither a glob, nor a file to write to,
     nor a class or an operator, so that the nearest names are of use."""
-    if any(name in (r.tap, r.name, f"{r.tap}/{r.role}") for r in dump.records):
+    if any(name in (r.tap, r.name, f"{r.tap}/{r.role}") for r in first_of_each_site(dump.records)):
         return True
     if any(c in name for c in "*?[!,") or name.endswith((".txt", ".csv")):
         return False
     operators = (word for c in getattr(dump, "ops", ()) for word in (c.op, c.op.rpartition(".")[0]))
-    return not any(name == r.cls for r in dump.records) and name not in operators
+    return not any(name == r.cls for r in first_of_each_site(dump.records)) and name not in operators
 
 
 def show_tap(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, how: Any) -> None:
@@ -262,10 +266,10 @@ def show_tap(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions
 
 def _resolve(dump: Dump, tap: str) -> str:
     """``tap`` as it was typed where it names a tap or a record; raises CommandError with the nearest names."""
-    taps = sorted({r.tap for r in dump.records} | {m.tap for ms in dump.modules.values() for m in ms})
-    if tap in {r.tap for r in dump.records} or any(
-        tap in (r.name, f"{r.tap}/{r.role}") for r in (*dump.records, *dump.padding)
-    ):
+    firsts = first_of_each_site(joined(dump.records, dump.padding))
+    captured = {r.tap for r in first_of_each_site(dump.records)}
+    taps = sorted(captured | {m.tap for ms in dump.modules.values() for m in ms})
+    if tap in captured or any(tap in (r.name, f"{r.tap}/{r.role}") for r in firsts):
         return tap
     if tap in taps:
         reasons = sorted({s.reason for s in dump.skips if s.tap == tap})

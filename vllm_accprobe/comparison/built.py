@@ -31,6 +31,7 @@ from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
 from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import FORWARD, TOKENS, Module, Record
 from vllm_accprobe.judge.origins import OriginEntry
 
@@ -761,8 +762,8 @@ def _calls(dump: Any) -> dict[str, tuple[int, int]]:
     """Of each module with others in it: (calls whose outputs are all among their inputs, calls)."""
     outer = {t for named in dump.modules.values() for m in named for t in enclosing(m.tap) if t != m.tap}
     calls: dict[tuple[str, int, int | None, int], tuple[set[str], list[str]]] = defaultdict(lambda: (set(), []))
-    for r in dump.records:
-        if r.tap in outer and r.hash is not None and r.rows is not None:
+    for r in of_sites(dump.records, lambda site: site.tap in outer and site.rows is not None):
+        if r.hash is not None:
             inputs, outputs = calls[r.tap, r.rank, r.step, r.call]
             if r.role.startswith("input."):
                 inputs.add(r.hash)
@@ -805,8 +806,8 @@ def _forms(dump: Any, left: list[int]) -> dict[str, list[tuple[int, bool] | None
     """Of each pooler: which function of its request's rows each output is; None for none of those that are known."""
     poolers = {m.tap for named in dump.modules.values() for m in named if m.cls.endswith("Pooler")}
     calls: dict[tuple[str, int, int | None], dict[str, Record]] = defaultdict(dict)
-    for r in dump.records if poolers else ():
-        if r.tap in poolers and not r.call and r.payload is not None:
+    for r in of_sites(dump.records, lambda site: site.tap in poolers):
+        if not r.call and r.payload is not None:
             calls[r.tap, r.rank, r.step][r.role] = r
     found: dict[str, list[tuple[int, bool] | None]] = defaultdict(list)
     for (tap, rank, step), records in calls.items():

@@ -169,11 +169,16 @@ def _compared(pairs: Iterable[Pair], element: float) -> dict[str, ModuleCover]:
     """Of what modules gave out: files' tensors, too, but no inputs and no parameters. The widest limits count."""
     calls: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
     limits: dict[str, tuple[str, float, float]] = {}
+    forms = set()
     for p in pairs:
         if p.status == SKIP or p.role.startswith(("input", "param.")):
             continue
-        call = p.step, p.rank, p.call
-        calls[p.tap][call] = max(calls[p.tap].get(call, 0), 1 if p.rows is None else p.rows)
+        own, call = calls[p.tap], (p.step, p.rank, p.call)
+        own[call] = max(own.get(call, 0), 1 if p.rows is None else p.rows)
+        form = p.tap, p.limit, p.shape[1:]
+        if form in forms:
+            continue
+        forms.add(form)
         cls, row, column = limits.get(p.tap, (p.cls, 0.0, 0.0))
         limit = p.limit or 0.0
         width = math.prod(p.shape[1:]) if len(p.shape) > 1 else 1

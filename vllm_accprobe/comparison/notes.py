@@ -28,6 +28,7 @@ from vllm_accprobe.comparison.result import Comparison, Foreign
 from vllm_accprobe.comparison.runner_inputs import cache_notes, findings, watched
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.reader import Dump, nearest
+from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
@@ -128,7 +129,7 @@ def _printable(name: str) -> str:
 
 def unmatched(dumps: tuple[Any, Any], taps: str) -> str:
     """One line for NothingCompared where globs over taps left nothing: what is meant, perhaps."""
-    known = [sorted({r.tap for r in dump.records}) for dump in dumps]
+    known = [sorted({r.tap for r in first_of_each_site(dump.records)}) for dump in dumps]
     both = sorted(set(known[0]) & set(known[1])) or known[1] or known[0]
     near = [_printable(name) for name in nearest(taps.split(","), both)]
     hint = f"; the nearest: {', '.join(near)}" if near else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import POSITION_MASK, RowSet, SideRows, subject
+from vllm_accprobe.align.tokens import NO_ROWS, POSITION_MASK, RowSet, SideRows, subject
 from vllm_accprobe.comparison.measure.measured import SpillBuffer
 from vllm_accprobe.comparison.measure.measurer import unit_bytes
 from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
@@ -104,9 +104,16 @@ class RowLog:
     """Filled pair by pair while the engine runs; 4 bytes per row, and 25 of the table, on a shelf."""
 
     shelf: SpillBuffer = field(default_factory=lambda: SpillBuffer(None, BOUND))
-    _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
-    _zeros: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The errors of equal pairs, which are views of it."""
+    _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray | None, np.ndarray]] = field(default_factory=dict)
+    """Keys, errors (None for zeros) and decode flags of a pair's rows."""
+
+    def add_equal(self, pairs: Sequence[Pair], rows: Sequence[RowSet]) -> None:
+        """Pairs of one tensor without an error, with their rows."""
+        if not pairs[0].role.startswith(("output", "inplace")):
+            return
+        for pair, of in zip(pairs, rows, strict=True):
+            if len(of.keys) and len(of.decode) == len(of.keys):
+                self._entries[_name(pair)] = of.keys, None, of.decode
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
@@ -115,24 +122,21 @@ class RowLog:
             return
         if len(error) not in (1, len(keys)):
             return
-        equal = len(error) == 1 and not error[0]
-        error = self._zeros[: len(keys)] if equal else np.broadcast_to(error, keys.shape).astype(np.float32)
+        error = np.broadcast_to(error, keys.shape).astype(np.float32)
         if not pair.role.startswith(("output", "inplace")):
             bad = np.flatnonzero(error > (pair.limit or 0.0))
             if not len(bad):
                 return
             keys, error, decode = keys[bad], error[bad], decode[bad]
-        if equal and len(error) < len(keys):
-            error = self._zeros = np.zeros(2 * len(keys), np.float32)
-        self._entries[_name(pair)] = keys, error[: len(keys)] if equal else self.shelf.keep(error), decode
+        self._entries[_name(pair)] = keys, self.shelf.keep(error), decode
 
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
-        entry = self._entries.get(_name(pair))
-        return None if entry is None or not len(entry[0]) else entry[:2]
+        keys, error, _ = self._entries.get(_name(pair), (NO_ROWS.keys, None, None))
+        return (keys, np.zeros(len(keys), np.float32) if error is None else error) if len(keys) else None
 
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
         found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
-        if not any(entry[1].any() for _, entry, _ in found):  # all agrees: no row has anything to tell
+        if all(error is None or not error.any() for _, (_, error, _), _ in found):  # no row has anything to tell
             found = []
         owners = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(subject(e[0])) for _, e, _ in found)]))
         labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)
@@ -149,10 +153,10 @@ class RowLog:
             out.pair[here] = i
             out.request[here] = np.searchsorted(owners, subject(keys))
             out.position[here] = keys & POSITION_MASK
-            out.decode[here], out.error[here] = decode, error
+            out.decode[here], out.error[here] = decode, 0 if error is None else error
             with np.errstate(divide="ignore", invalid="ignore"):
                 allowed = np.float32(np.nan if limit is None else limit)
-                out.ratio[here] = np.where(error == 0, np.float32(0), error / allowed)
+                out.ratio[here] = 0 if error is None else np.where(error == 0, np.float32(0), error / allowed)
             if start - rested > OFTEN:
                 out.rest()
                 rested = start

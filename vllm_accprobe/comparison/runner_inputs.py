@@ -28,6 +28,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding, sentence
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import (
     DECODE,
     LOGITS,
@@ -54,7 +55,6 @@ MOST_IMAGES = 256
 MOST_FAULTS = 50
 _ROLES = {"input.positions": POSITIONS, "input.position_ids": POSITIONS, "input.input_ids": IDS}
 _EMBEDS = "input.inputs_embeds"
-_READ = frozenset((*_ROLES, _EMBEDS, "input.hidden_states", "output.0", "output.token"))
 _LEAST = 4
 """chosen: rows of one kind that a rule must explain before it is believed: two could agree by chance."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
@@ -149,6 +149,15 @@ def chunk_words(number: int, of: int) -> str:
     return f"the {_ORDINALS[number] if number < len(_ORDINALS) else f'{number + 1}th'} chunk"
 
 
+def _is_read(r: Any) -> bool:
+    """Whether tensors of this site, or this record, are read here."""
+    if r.role == "output.0":
+        return bool(r.tap == ROOT_TAP or r.rows == _MERGED)
+    if r.role == "input.hidden_states":
+        return bool(r.rows == LOGITS and r.tap.endswith("logits_processor"))
+    return r.role in _ROLES or r.role in (_EMBEDS, "output.token")
+
+
 class _Steps:
     """In which steps each request's rows were computed, by (rank, request)."""
 
@@ -156,10 +165,9 @@ class _Steps:
         self._of: dict[tuple[int, int], list[tuple[int, int, int, str]]] = defaultdict(list)
         self.drafts: set[tuple[int, int]] = set()
         self.records: dict[int, list[Record]] = defaultdict(list)
-        """By rank, those of the roles that are read here: a dump of many ranks is gone through once."""
-        for r in getattr(dump, "records", ()):
-            if r.role in _READ:
-                self.records[r.rank].append(r)
+        """By rank, those that are read here: a dump of many ranks is gone through once."""
+        for r in of_sites(getattr(dump, "records", ()), _is_read):
+            self.records[r.rank].append(r)
         self.embedded = any(r.tap == ROOT_TAP and r.role == _EMBEDS for own in self.records.values() for r in own)
         for (rank, step, space), rows in sorted(dump.rows.items()):
             if space == TOKENS:

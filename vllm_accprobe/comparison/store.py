@@ -94,7 +94,8 @@ class ArrayPools:
 
         out = []
         for u in units:
-            arrays = ([*rows(p.rows), *(None if t is None else self.put(t) for t in _tables_of(p))] for p in u.parts)
+            tables = [list(map(self.put, column)) for column in zip(*map(_tables_of, u.parts), strict=True)]
+            arrays = zip(*zip(*(rows(p.rows) for p in u.parts), strict=True), *tables, strict=True)
             out.append([_unit_of(u), _columns(map(_plain_of, u.parts)), _columns(arrays), self.put(u.columns)])
         return out
 

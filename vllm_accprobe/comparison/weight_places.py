@@ -26,6 +26,7 @@ from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread, cut_
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.journal import NO_LIVES, WeightPrint
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.dump.weight_sums import row_keys
 from vllm_accprobe.judge.origins import OriginEntry
@@ -461,8 +462,8 @@ class _Piece:
 
 
 def _layouts(dump: Any) -> dict[tuple[int, str, str], Layout]:
-    return {(r.rank, r.tap, r.role.removeprefix("param.")): r.layout for r in getattr(dump, "records", ())
-            if r.step is None and r.role.startswith("param.")}  # fmt: skip
+    parameters = of_sites(getattr(dump, "records", ()), lambda s: s.parameter and s.role.startswith("param."))
+    return {(r.rank, r.tap, r.role.removeprefix("param.")): r.layout for r in parameters}
 
 
 def _pieces(states: Mapping[int, State], layouts: Mapping[tuple[int, str, str], Layout]) -> list[_Piece] | None:

@@ -37,7 +37,6 @@ import base64
 import binascii
 import dataclasses
 import functools
-import math
 import operator
 import sys
 import types
@@ -50,7 +49,6 @@ import numpy as np
 
 from vllm_accprobe.dump import decode
 from vllm_accprobe.dump.decode import Count, Read, Where
-from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
     DECODE,
@@ -65,8 +63,6 @@ from vllm_accprobe.dump.schema import (
     Masks,
     Module,
     OpCall,
-    Payload,
-    Record,
     Request,
     RowSpace,
     SamplingParameters,
@@ -180,8 +176,8 @@ def inputs(call: OpCall) -> Iterator[dict[str, Any]]:
     yield from tensors(list(call.kwargs.values()))
 
 
-def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
-    """``records`` without those of calls whose place in a random sample (``slot``) was taken by a later call."""
+def superseded(ops: Sequence[OpCall]) -> set[tuple[int | None, str, int]]:
+    """(step, tap, call) of the calls whose place in a random sample (``slot``) was taken by a later call."""
     last: dict[tuple[str, int], OpCall] = {}
     gone: set[tuple[int | None, str, int]] = set()
     for call in ops:
@@ -190,7 +186,7 @@ def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
             if old is not None:
                 gone.add((old.step, old.tap, old.call))
             last[call.op, call.slot] = call
-    return [r for r in records if (r.step, r.tap, r.call) not in gone] if gone else records
+    return gone
 
 
 def _values(values: Any, where: Where) -> tuple[Any, ...]:
@@ -433,98 +429,10 @@ def last(line: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {k: v for k, v in line.items() if k not in keys} | {k: line[k] for k in keys if k in line}
 
 
-def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
-    """A ``tensor`` or ``param`` event. The payload's size is checked against dtype and shape, not against a file.
-    ``layouts`` remembers those seen before: a dump has thousands of lines and a dozen layouts."""
-    dtype = string(e, "dtype")
-    info = DTYPES.get(dtype)
-    if info is None:
-        raise ValueError(f"dtype {dtype[:40]} is not known to this release")
-    raw_shape = e.get("shape")
-    if not isinstance(raw_shape, list) or len(raw_shape) > MAX_DIMS:
-        raise ValueError(f"shape is {short(raw_shape)}")
-    for d in raw_shape:
-        if type(d) is not int or not 0 <= d <= MAX_INT:
-            raise ValueError(f"shape is {short(raw_shape)}")
-    shape = tuple(raw_shape)
-    size = math.prod(shape) * info.itemsize
-    if size >= 1 << 60 or (size == 0 and math.prod(max(d, 1) for d in shape) >= 1 << 56):
-        raise ValueError(f"shape is {short(raw_shape)}")
-    payload = None
-    if e.get("seg") is not None:
-        payload = Payload(integer(e, "seg"), integer(e, "off"), integer(e, "nbytes"))
-        if size != payload.nbytes:
-            raise ValueError(f"{payload.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
-    row_dim = e.get("row_dim", 0)
-    if type(row_dim) is not int or not 0 <= row_dim <= max(len(shape) - 1, 0):
-        raise ValueError(f"row_dim is {short(row_dim)} for shape {list(shape)}")
-    stride = e.get("stride")
-    if stride is not None and not _is_stride(stride, len(shape)):
-        raise ValueError(f"stride is {short(stride)} for shape {list(shape)}")
-    return Record(
-        rank=rank,
-        step=None if e["event"] == "param" else integer(e, "step"),
-        tap=string(e, "tap"),
-        cls=string(e, "class", ""),
-        role=string(e, "role"),
-        call=integer(e, "call", 0),
-        seq=integer(e, "seq", 0),
-        dtype=dtype,
-        shape=shape,
-        rows=optional_string(e, "rows"),
-        row_dim=row_dim,
-        stats=_stats(e.get("stats")),
-        hash=optional_string(e, "hash"),
-        layout=layout_of(e.get("layout"), layouts),
-        payload=payload,
-        sample=optional_string(e, "sample"),
-        mutated=bool(e.get("mutated", False)),
-        stride=None if stride is None else tuple(stride),
-        offset=integer(e, "offset", 0),
-    )
-
-
-def _is_stride(value: Any, dims: int) -> bool:
-    return isinstance(value, list) and len(value) == dims and all(type(n) is int and 0 <= n <= MAX_INT for n in value)
-
-
-def _stats(e: Any) -> Stats | None:
-    if e is None:
-        return None
-    if not isinstance(e, dict):
-        raise ValueError(f"stats is {short(e)}")
-    return Stats(
-        count=integer(e, "count"),
-        min=_finite(e.get("min")),
-        max=_finite(e.get("max")),
-        mean=_finite(e.get("mean")),
-        l2=_finite(e.get("l2")),
-        nan=integer(e, "nan", 0),
-        inf=integer(e, "inf", 0),
-    )
-
-
-def _finite(value: Any) -> float | None:
-    """Infinity and NaN, which JSON cannot say, are as good as missing."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    return float(value) if type(value) is int and abs(value) <= MAX_INT else None
-
-
-def layout_of(e: Any, known: dict[str, Layout] | None = None) -> Layout:
-    """The layout that stands in a line. known: those read before. Raises ValueError for what is none."""
+def layout_of(e: Any) -> Layout:
+    """The layout that stands in a line. Raises ValueError for what is none."""
     if not e:
         return REPLICATED
-    key = "" if known is None else repr(e)
-    if known is None or key not in known:
-        found = _new_layout(e)
-        if known is not None:
-            known[key] = found
-        return found
-    return known[key]
-
-
-def _new_layout(e: Any) -> Layout:
     found: Layout = LAYOUT.read(e, "layout")
     if not 0 <= found.index < max(found.size, 1):
         raise ValueError(f"layout is {short(e)}")

@@ -20,9 +20,10 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,22 @@ from vllm_accprobe.dump.files import (
 from vllm_accprobe.dump.journal import (
     KINDS,
     CachedPrefix,
+    Event,
     Lives,
     StateFinding,
     StateTotals,
-    record,
-    replaced,
+    superseded,
 )
 from vllm_accprobe.dump.label_files import Label
+from vllm_accprobe.dump.record_table import (
+    BATCH,
+    ChosenRecords,
+    RecordTable,
+    TensorSites,
+    joined,
+    numbers_of,
+    places_of,
+)
 from vllm_accprobe.dump.schema import (
     JOURNAL,
     PADDING,
@@ -59,7 +69,6 @@ from vllm_accprobe.dump.schema import (
     SCHEMA,
     Armed,
     End,
-    Layout,
     Mask,
     Module,
     OpCall,
@@ -97,12 +106,12 @@ class Dump:
         self.path = path
         self.run = run
         self.ranks: tuple[int, ...] = ()
-        self.records: list[Record] = []
+        self.records: Sequence[Record] = []
         self.ops: list[OpCall] = []
         self.requests: dict[tuple[int, int], Request] = {}
         self.steps: dict[tuple[int, int], Step] = {}
         self.rows: dict[tuple[int, int, str], RowSpace] = {}
-        self.padding: list[Record] = []
+        self.padding: Sequence[Record] = []
         self.padding_rows: dict[tuple[int, int], RowSpace] = {}
         self.masks: dict[tuple[int, int, int], Mask] = {}
         self.modules: dict[int, list[Module]] = {}
@@ -207,9 +216,11 @@ def row_space(dump: Dump, record: Record) -> RowSpace | None:
     """Which rows a record has, or None where that is not known."""
     if record.rows is None or record.step is None:
         return None
-    if record.rows == PADDING:
-        return dump.padding_rows.get((record.rank, record.step))
-    return dump.rows.get((record.rank, record.step, record.rows))
+    return space_of(dump, record.rank, record.step, record.rows)
+
+
+def space_of(dump: Dump, rank: int, step: int, name: str) -> RowSpace | None:
+    return dump.padding_rows.get((rank, step)) if name == PADDING else dump.rows.get((rank, step, name))
 
 
 def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:
@@ -251,21 +262,25 @@ def _parse(line: bytes) -> Any:
 
 
 class RankReader:
-    """Reads one rank's journal into a dump."""
+    """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of nobody's rows. sites: those
+    of all ranks."""
 
-    def __init__(self, dump: Dump, rank: int):
-        self.dump, self.rank = dump, rank
+    def __init__(self, dump: Dump, rank: int, sites: TensorSites):
+        self.dump, self.rank, self.sites = dump, rank, sites
         self.directory = dump.path / rank_dir(rank)
-        self.records: list[Record] = []
+        self.table = self.padding = RecordTable.joined(sites, [])
         self.ops: list[OpCall] = []
         self.lists: dict[str, list[Any]] = {
             "op": self.ops, "skip": dump.skips, "life": dump.lives.events, "weight": dump.lives.prints,
         }  # fmt: skip
-        self.bad: list[str] = []
+        self.bad: list[tuple[int, str]] = []
         self.unknown: Counter[str] = Counter()
-        self.layouts: dict[str, Layout] = {}
         self.torn = 0
         self.unreadable: str | None = None
+        self._tensors: list[tuple[int, Event]] = []
+        self._numbers: list[int] = []
+        """The next lines of tensors, which are read together, and which lines they are."""
+        self._parts: list[RecordTable] = []
 
     def read(self) -> None:
         """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
@@ -277,11 +292,17 @@ class RankReader:
                     self.torn = length
         except OSError as error:
             self.unreadable = error.strerror or str(error)
-        self.records = replaced(self.records, self.ops)
+        self._put_tensors()
+        table = RecordTable.joined(self.sites, self._parts)
+        self._parts.clear()
+        if gone := superseded(self.ops):
+            table = table.only(np.array([(r.step, r.tap, r.call) not in gone for r in table], bool))
+        self.table = table
         self._check_payloads()
         self._check_rows()
-        self.dump.padding += [r for r in self.records if r.rows == PADDING]
-        self.dump.records += [r for r in self.records if r.rows != PADDING]
+        padding = self.table.of_sites(lambda site: site.rows == PADDING)
+        self.padding = self.table.only(padding)
+        self.table = self.table.only(~padding) if padding.any() else self.table
         self.dump.ops += self.ops
         self._report()
 
@@ -289,24 +310,40 @@ class RankReader:
         try:
             if line is None:
                 raise ValueError(f"{length} bytes long")
+            tensor = self.sites.short(line)
+            if tensor is not None:
+                self._tensor(number, tensor)
+                return
             e = _parse(line)
             if not isinstance(e, dict) or not isinstance(e.get("event"), str):
                 raise ValueError("not an event")
-            if e["event"] == "start":
+            if e["event"] in ("tensor", "param"):
+                self._tensor(number, self.sites.whole(line, e))
+            elif e["event"] == "start":
                 check_schema(e, self.directory / JOURNAL)
                 self.dump.starts.setdefault(self.rank, e)
             else:
                 self._event(e)
         except RecursionError:
-            self.bad.append(f"line {number}: nested too deep")
+            self.bad.append((number, "nested too deep"))
         except (ValueError, OverflowError) as error:  # JSON's errors, too
-            self.bad.append(f"line {number}: {error}")
+            self.bad.append((number, str(error)))
+
+    def _tensor(self, number: int, tensor: tuple[int, Event]) -> None:
+        self._numbers.append(number)
+        self._tensors.append(tensor)
+        if len(self._tensors) >= BATCH:
+            self._put_tensors()
+
+    def _put_tensors(self) -> None:
+        if self._tensors:
+            part, bad = RecordTable.of_lines(self.sites, self.rank, self._tensors)
+            self.bad += [(self._numbers[i], why) for i, why in bad]
+            self._parts.append(part)
+            self._tensors, self._numbers = [], []
 
     def _event(self, e: dict[str, Any]) -> None:
         kind, dump, rank = e["event"], self.dump, self.rank
-        if kind in ("tensor", "param"):
-            self.records.append(record(rank, e, self.layouts))
-            return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
@@ -335,65 +372,64 @@ class RankReader:
 
     def _check_payloads(self) -> None:
         """Only a payload that its file really holds stays with its record."""
-        lost: Counter[str] = Counter()
-        failed: dict[int, str] = {}
-        first: dict[str, Record] = {}
-        for i, r in enumerate(self.records):
-            if r.payload is None or r.payload.nbytes == 0:
-                continue
-            seg = r.payload.seg
-            data = self.dump.data.get((self.rank, seg))
-            if data is None and seg not in failed:
-                try:
-                    data = self.dump.data[self.rank, seg] = find_segment(self.directory, seg)
-                except DumpError as error:
-                    failed[seg] = str(error)
-            if data is None:
-                reason = failed[seg]
-            elif r.payload.off + r.payload.nbytes > data.size:
-                reason = f"{data.path.name} ends before them"
-            else:
-                continue
-            if not lost[reason]:
-                first[reason] = r
-            lost[reason] += 1
-            self.records[i] = replace(r, payload=None, lost=True)
-        for reason, n in lost.items():
-            text = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
+        table, lost = self.table, []
+        nbytes = table.by_site(lambda site: site.nbytes, np.int64)
+        segments, ends = table.columns["seg"], table.columns["off"] + nbytes
+        stored = (segments >= 0) & (nbytes > 0)
+        for seg in np.unique(segments[stored]).tolist():
+            here = np.flatnonzero(stored & (segments == seg))
+            try:
+                data = self.dump.data[self.rank, seg] = find_segment(self.directory, seg)
+                here, reason = here[ends[here] > data.size], f"{data.path.name} ends before them"
+            except DumpError as error:
+                reason = str(error)
+            if len(here):
+                lost.append((int(here[0]), reason, here))
+        for first, reason, here in sorted(lost, key=lambda one: one[0]):
+            table.columns["seg"][here], table.columns["lost"][here] = -1, True
+            text = f"rank {self.rank}: {_tensors(len(here))} lost the payload: {reason}"
             self.dump.problems.append(text)
-            self.dump.skips.append(Skip(first[reason].tap, LOST, first[reason].step, first[reason].role, n))
+            r = table[first]
+            self.dump.skips.append(Skip(r.tap, LOST, r.step, r.role, len(here)))
             if not reason.endswith(MISSING):
                 self.dump.unread.append(text)
 
     def _check_rows(self) -> None:
         """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
-        unexpected = 0
-        for i, r in enumerate(self.records):
-            if r.rows is None or r.step is None:
-                continue
-            space = row_space(self.dump, r)
-            if space is None or not r.shape or space.n != r.shape[r.row_dim]:
-                self.records[i] = replace(r, rows=None)
-                unexpected += 1
-        if unexpected:
-            without = f"{_tensors(unexpected)} without a row map that fits"
+        table = self.table
+        names = list(dict.fromkeys(site.rows for site in self.sites.all if site.rows and not site.parameter))
+        number = {name: i for i, name in enumerate(names)}
+        space = table.by_site(lambda site: -1 if site.parameter else number.get(site.rows or "", -1), np.int64)
+        rows = table.by_site(lambda site: site.shape[site.row_dim] if site.shape else -1, np.int64)
+        at = np.flatnonzero(space >= 0)
+        steps, step = np.unique(table.columns["step"][at], return_inverse=True)
+        places, which = np.unique(space[at] * len(steps) + step, return_inverse=True)
+        found = [space_of(self.dump, self.rank, int(steps[i % len(steps)]), names[i // len(steps)])
+                 for i in places.tolist()]  # fmt: skip
+        due = np.array([-2 if one is None else one.n for one in found], np.int64)
+        unexpected = at[due[which] != rows[at]]
+        if len(unexpected):
+            table.change(unexpected, rows=None)
+            without = f"{_tensors(len(unexpected))} without a row map that fits"
             self.dump.problems.append(f"rank {self.rank}: {without}: rows not known")
-        for i in image_calls.unnamed(self.records, self.dump.rows):
-            r = self.records[i]
-            self.records[i] = replace(r, rows=None)
+        images = np.flatnonzero(table.of_sites(lambda site: (site.rows or "").startswith("vision")))
+        for i in image_calls.unnamed(table.only(images), self.dump.rows):
+            r = table[int(images[i])]
+            table.change(images[i : i + 1], rows=None)
             self.dump.skips.append(Skip(r.tap, image_calls.REASON, r.step, r.role))
 
     def _report(self) -> None:
         say, rank = self.dump.problems.append, f"rank {self.rank}"
         if self.unreadable:
-            say(f"{rank}: {JOURNAL} cannot be read{' further' if self.records else ''}: {self.unreadable}")
+            say(f"{rank}: {JOURNAL} cannot be read{' further' if len(self.table) else ''}: {self.unreadable}")
             return
         if self.rank not in self.dump.starts:
             say(f"{rank}: the journal has no first line: not all of it may be here")
         if self.bad:
             n = self.dump.bad_lines[self.rank] = len(self.bad)
+            first = "line {}: {}".format(*min(self.bad))
             say(f"{rank}: {n} line{'s' * (n > 1)} could not be understood and {'are' if n > 1 else 'is'} ignored "
-                f"(first: {self.bad[0][:200]})")  # fmt: skip
+                f"(first: {first[:200]})")  # fmt: skip
         if self.unknown:
             kinds = ", ".join(f"{k} ({n})" for k, n in self.unknown.most_common(5))
             say(f"{rank}: {sum(self.unknown.values())} events of unknown kind ignored: {kinds}")
@@ -402,9 +438,9 @@ class RankReader:
         if self.rank in self.dump.stops:
             say(f"{rank}: capture stopped early: {self.dump.stops[self.rank].reason}")
         if self.rank not in self.dump.ends:
-            readable = sum(r.payload is not None for r in self.records)
+            readable = int((self.table.columns["seg"] >= 0).sum())
             say(f"{rank} was not closed (killed, or still running): {_tensors(readable)} readable, "
-                f"{len(self.records)} known")  # fmt: skip
+                f"{len(self.table)} known")  # fmt: skip
 
 
 def _tensors(n: int) -> str:
@@ -445,8 +481,12 @@ def open_dump(path: str | Path) -> Dump:
     for r in sorted(unexpected):
         dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
     dump.ranks = tuple(sorted(ranks))
-    for rank in dump.ranks:
-        RankReader(dump, rank).read()
+    sites = TensorSites()
+    readers = [RankReader(dump, rank, sites) for rank in dump.ranks]
+    for journal_of in readers:
+        journal_of.read()
+    dump.padding = RecordTable.joined(sites, [r.padding for r in readers])
+    dump.records = readers[0].table if len(readers) == 1 else RecordTable.joined(sites, [r.table for r in readers])
     if not ranks:
         dump.problems.append("no rank has written anything")
     elif absent := _absent_ranks(dump):
@@ -518,27 +558,27 @@ class Selection:
     calls: Ranges = ()
     parameters: bool = False
 
-    def apply(self, dump: Dump, padding: bool = False) -> list[tuple[int, Record]]:
+    def apply(self, dump: Dump, padding: bool = False) -> ChosenRecords:
         """The chosen records with their index in ``dump.records``; behind them those of ``dump.padding``."""
-        wanted = self._requests(dump) if self.requests else None
-        known: dict[tuple[str, str, int], bool] = {}
-        found = []
-        for i, r in enumerate([*dump.records, *dump.padding] if padding else dump.records):
-            key = (r.tap, r.role, r.call)
-            if key not in known:
-                known[key] = (
-                    matches(self.names, (r.tap, f"{r.tap}/{r.role}", r.name))
-                    and matches(self.roles, (r.role,))
-                    and within(self.calls, r.call)
-                )
-            if not known[key] or not within(self.ranks, r.rank):
-                continue
-            if self.steps and not (self.parameters if r.step is None else within(self.steps, r.step)):
-                continue
-            if wanted is not None and not holds(dump, r, wanted):
-                continue
-            found.append((i, r))
-        return found
+        records = joined(dump.records, dump.padding if padding else [])
+        firsts, which = places_of(records)
+        fits = cache(self._fits)
+        keep = np.fromiter((fits(r.tap, r.role, r.call, r.name) for r in firsts), bool, len(firsts))[which]
+        for ranges, name in ((self.ranks, "rank"), (self.steps, "step")):
+            if ranges:
+                values, of = np.unique(numbers_of(records, name), return_inverse=True)
+                known = [within(ranges, v) if v >= 0 else self.parameters for v in values.tolist()]
+                keep &= np.array(known, bool)[of]
+        chosen = ChosenRecords(records, np.flatnonzero(keep))
+        if not self.requests:
+            return chosen
+        wanted = self._requests(dump)
+        of_requests = np.fromiter((holds(dump, r, wanted) for _, r in chosen), bool, len(chosen))
+        return ChosenRecords(records, chosen.at[of_requests])
+
+    def _fits(self, tap: str, role: str, call: int, name: str) -> bool:
+        by_name = matches(self.names, (tap, f"{tap}/{role}", name))
+        return by_name and matches(self.roles, (role,)) and within(self.calls, call)
 
     def _requests(self, dump: Dump) -> set[tuple[int, int]]:
         return {key for key, request in dump.requests.items() if names_request(self.requests, request)}
@@ -596,7 +636,7 @@ def nearest(globs: Sequence[str], names: Iterable[str], most: int = 3) -> list[s
 
 
 _COMPARED = 4096
-"""Chosen: names that a mistyped one is compared with, a second's work."""
+"""ChosenRecords: names that a mistyped one is compared with, a second's work."""
 
 
 def within(ranges: Ranges, value: int) -> bool:

@@ -392,6 +392,10 @@ class Record:
     lost: bool = False
 
     @property
+    def parameter(self) -> bool:
+        return self.step is None
+
+    @property
     def name(self) -> str:
         """How people and csv columns call it: ``tap/role``, where it is not 0 ``#call``, and ``@padding``."""
         return f"{self.tap}/{self.which}"

@@ -7,20 +7,22 @@ its order. Not here: which pairs there are, measuring and judging (comparison/).
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from itertools import islice
+from itertools import chain, zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair, LabelSide
 from vllm_accprobe.comparison.pair import COLUMNS, Pair
-from vllm_accprobe.report.text import count, num, safe
-from vllm_accprobe.whole_file import write_csv_lines, write_text
+from vllm_accprobe.report.text import count, each, num, safe
+from vllm_accprobe.whole_file import write_csv_lines, write_lines, write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -43,22 +45,37 @@ def cell(value: Any) -> Any:
     return "'" + text if text.startswith(_FORMULA) else text
 
 
-def rows(pairs: Iterable[Pair]) -> Iterator[tuple[Any, ...]]:
-    """The cells of each pair in the order of COLUMNS."""
+def pair_lines(pairs: Sequence[Pair], others: Sequence[tuple[Any, ...]] | None) -> Iterator[str]:
+    """The line of each pair: COLUMNS, then the cells of ``others``. Column by column: most cells of one are alike."""
     get: Callable[[Pair], tuple[Any, ...]] = attrgetter(*COLUMNS)
-    left = iter(pairs)
-    while chunk := list(islice(left, _CHUNK)):
-        columns = zip(COLUMNS, zip(*map(get, chunk), strict=True), strict=True)
-        yield from zip(*(_cells(values) if name in _WRITTEN else values for name, values in columns), strict=True)
+    for start in range(0, len(pairs), _CHUNK):
+        here = slice(start, start + _CHUNK)
+        columns = list(zip(*map(get, pairs[here]), strict=True))
+        columns += zip(*others[here], strict=True) if others is not None else ()
+        for line in zip(*(_cells(name in _WRITTEN, c) for name, c in zip_longest(COLUMNS, columns)), strict=True):
+            yield ",".join(line) + "\n"
 
 
-def _cells(values: tuple[Any, ...]) -> list[Any]:
-    """The cells of one column: most of its texts are the same few."""
+def _cells(written: bool, values: tuple[Any, ...]) -> list[str]:
+    """written: of texts and shapes, of which equal ones are not always one object."""
     try:
-        known = {value: cell(value) for value in set(values)}
+        if written:
+            known = {value: _text(value) for value in set(values)}
+            return [known[value] for value in values]
     except TypeError:  # a list has no hash
-        return list(map(cell, values))
-    return [known[value] for value in values]
+        pass
+    return each(values, _text)
+
+
+def _text(value: Any) -> str:
+    """As csv.writer writes a cell."""
+    if type(value) is float or type(value) is int:
+        return repr(value)
+    if value is None:
+        return ""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow((cell(value), ""))
+    return line.getvalue()[:-2]
 
 
 def write_csv(comparison: Comparison, path: str | Path) -> None:
@@ -67,12 +84,10 @@ def write_csv(comparison: Comparison, path: str | Path) -> None:
 
     Raises OSError as the file system gives it.
     """
-    other, ours = comparison.foreign, rows(comparison.pairs)
-    if other is None:
-        write_csv_lines(path, COLUMNS, ours)
-    else:
-        both = ((*a, *map(cell, b)) for a, b in zip(ours, other.rows, strict=True))
-        write_csv_lines(path, (*COLUMNS, *other.columns), both)
+    other = comparison.foreign
+    head = [*COLUMNS, *(other.columns if other is not None else ())]
+    lines = pair_lines(comparison.pairs, other.rows if other is not None else None)
+    write_lines(path, chain([",".join(map(_text, head)) + "\n"], lines))
 
 
 LABEL_COLUMNS = (

@@ -19,6 +19,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import Lives, inputs, sentence, tensors
 from vllm_accprobe.dump.reader import Dump, row_space
+from vllm_accprobe.dump.record_table import ChosenRecords, joined, numbers_of, of_sites, stored_bytes
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.judge.weights import event_words, faults_within, side_of
 from vllm_accprobe.report.text import count, num, safe, size
@@ -31,18 +32,17 @@ OPERATORS = (
 _FINDINGS, _ADAPTERS = 5, 20
 
 
-def about(dump: Dump, chosen: list[Record]) -> list[str]:
+def about(dump: Dump, chosen: ChosenRecords) -> list[str]:
     """What the dump holds, what it lacks and why, as lines."""
-    records = [*dump.records, *dump.padding]
-    stored = {(r.rank, r.payload.seg, r.payload.off): r.payload.nbytes for r in records if r.payload}
-    tensors = sum(r.step is not None for r in records)
+    records = joined(dump.records, dump.padding)
+    tensors = int((numbers_of(records, "step") >= 0).sum())
     steps = len({step for _, step in dump.steps})
     requests = len({(q.id, q.prompt, q.ordinal) for q in dump.requests.values()})
-    listed = sum(r.step is not None for r in chosen)
+    listed = chosen.ran
     lines = [
         f"{listed:,} of {count(tensors, 'captured tensor')} and {len(chosen) - listed:,} of "
         f"{count(len(records) - tensors, 'parameter')}; {count(len(dump.ranks), 'rank')}, {count(steps, 'step')}, "
-        f"{count(requests, 'request')}, {size(sum(stored.values()))} stored"
+        f"{count(requests, 'request')}, {size(stored_bytes(records))} stored"
     ]
     reasons: Counter[str] = Counter()
     example: dict[str, str] = {}
@@ -72,7 +72,7 @@ def cells(index: int, r: Record) -> list[str]:
     return [str(index), step, str(r.rank), safe(r.tap), role, shape_text(r.shape), r.dtype, *values, *bad]
 
 
-def csv_rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]]:
+def csv_rows(dump: Dump, chosen: Sequence[tuple[int, Record]]) -> Iterator[list[Any]]:
     """A row of the csv for each record."""
     for index, r in chosen:
         s = r.stats
@@ -88,7 +88,8 @@ def csv_rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]
 
 def operator_table(dump: Dump, calls: Sequence[OpCall]) -> list[list[Any]]:
     """The rows of the table of operators, most calls first."""
-    kept = {(r.rank, r.step, r.tap, r.call) for r in dump.records if r.payload is not None and "::" in r.tap}
+    operators = of_sites(dump.records, lambda site: "::" in site.tap)
+    kept = {(r.rank, r.step, r.tap, r.call) for r in operators if r.payload is not None}
     by_op: dict[str, list[OpCall]] = {}
     for call in calls:
         by_op.setdefault(call.op, []).append(call)

@@ -7,6 +7,9 @@ name goes through ``safe``, every number through one formatter. Not here: escapi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from vllm_accprobe.comparison.pair import ratio
@@ -46,6 +49,14 @@ def nonfinite(value: float) -> str:
 def count(n: int, one: str, many: str | None = None) -> str:
     """``1 pair``, ``1,200 pairs``."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def each(values: Sequence[Any], text: Callable[[Any], Any]) -> list[Any]:
+    """``text`` of each value, made once for an object that comes often: equal pairs share most of theirs."""
+    if values and all(map(is_, values, repeat(values[0]))):
+        return [text(values[0])] * len(values)
+    known = {i: text(value) for i, value in dict(zip(map(id, values), values, strict=True)).items()}
+    return [known[i] for i in map(id, values)]
 
 
 def size(nbytes: float) -> str:

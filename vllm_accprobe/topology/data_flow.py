@@ -27,6 +27,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator, tensors
 from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.record_table import of_moment
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, OpCall, Record, Stats
 from vllm_accprobe.formats.io.plain_file import read_json
 from vllm_accprobe.topology.model_graph import MAX_JSON, GraphNode, GraphTensor, ModelGraph
@@ -72,7 +73,7 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
     known = _Identities(dump, tick)
     operators = {(op.tap, op.call): op for op in dump.ops if (op.rank, op.step) == (rank, step) and op.inside is None}
     found: dict[tuple[str, int], TapCall] = {}
-    own = [r for r in dump.records if r.rank == rank and r.step == step]
+    own = list(of_moment(dump.records, rank, step))
     places = {(r.tap, r.call, r.role) for r in own}
     for r in sorted(own, key=lambda r: r.seq):
         kind = r.role.partition(".")[0]

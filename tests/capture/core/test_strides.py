@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm_accprobe import Probe
-from vllm_accprobe.dump import journal
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.record_table import TensorSite
 
 STEPS = 5
 """More than an input is checked for changes, so that the last ones take the short way."""
@@ -78,7 +78,7 @@ LINE = {"event": "tensor", "step": 0, "tap": "m", "role": "input.x", "dtype": "b
 def test_a_strangers_strides_are_checked(more: dict[str, Any], key: str | None) -> None:
     if key is not None:
         with pytest.raises(ValueError, match=key):
-            journal.record(0, {**LINE, **more}, {})
+            TensorSite.of_line({**LINE, **more})
         return
-    found = journal.record(0, {**LINE, **more}, {})
+    found = TensorSite.of_line({**LINE, **more})
     assert (found.stride, found.offset) == (tuple(more["stride"]) if more else None, more.get("offset", 0))

@@ -9,7 +9,7 @@ from on_the_page import click_cell, column, shown
 from report_examples import CULPRIT, EVIL, comparison, hostile, pair, realistic, with_rows
 
 from vllm_accprobe.comparison.result import COLUMNS
-from vllm_accprobe.report.table import cell, rows
+from vllm_accprobe.report.table import cell, pair_lines
 
 pytestmark = pytest.mark.browser
 
@@ -154,7 +154,7 @@ def saved(page):
 def written(pairs):
     """What compare.csv has of them, as texts."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows(pairs))
+    out.writelines(pair_lines(pairs, None))
     return list(csv.reader(io.StringIO(out.getvalue())))
 
 

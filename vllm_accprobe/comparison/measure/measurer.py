@@ -15,7 +15,7 @@ import os
 import queue
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any
@@ -30,7 +30,7 @@ from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, stats_of
 from vllm_accprobe.comparison.plan import relations
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
-from vllm_accprobe.comparison.plan.units import Indices
+from vllm_accprobe.comparison.plan.units import Indices, Meeting
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.kernels import definition, structure
@@ -187,8 +187,14 @@ class UnitMeasurer:
         usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
         with_rows = [g for g in usable if g.where is not None]
         wheres = tuple(g.where for g in with_rows if g.where is not None)
+        meet = self.indices.meetings(wheres)
         problem = next((g.problem for g in unit.golden if g.problem), "")
-        for group in sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0])):
+        groups = sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0]))
+        equal = self._equal(unit, groups, with_rows, meet)
+        for group in groups:
+            if (known := equal.get(group)) is not None:
+                found.add(known, None)
+                continue
             reading = Reading(group, unit, self.kl)
             part = reading.part
             if group.merge is None:
@@ -206,7 +212,7 @@ class UnitMeasurer:
                     if group.where is None:
                         self._whole(reading, usable)
                     else:
-                        self._rows(reading, with_rows, wheres)
+                        self._rows(reading, with_rows, meet)
                 except read.Unread:
                     reading = reading.unread()
             found.add(reading.done(), reading.structure)
@@ -222,13 +228,38 @@ class UnitMeasurer:
         dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
 
-    def _rows(self, reading: Reading, golden: list[Group], wheres: tuple[Space, ...]) -> None:
+    def _equal(
+        self, unit: Unit, groups: Sequence[Group], golden: list[Group], meet: Callable[[Space], Meeting | None]
+    ) -> dict[Group, Part]:
+        """Of those that journals alone say are equal, row by row."""
+        features: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+        found = []
+        chooses = is_choice(unit.key[1], unit.cls)
+        for group in groups:
+            if chooses and group.readable and DTYPES[group.first.dtype].kind == "int":
+                continue  # its values are needed even where they are equal
+            fits = group.where in self.indices.kept and group.merge is not None and self._fits(1, group)
+            met = meet(group.where) if fits and group.where is not None else None
+            if met is None or not met.aligned:
+                continue
+            first = golden[met.used[0]]
+            form = id(first.merge), id(group.merge), first.row_dim, group.row_dim
+            if form not in features:
+                features[form] = _feature_of_both(first, group)
+            if features[form] is not None and _same(first, group, met.complete):
+                found.append((group, first, met.rows, features[form]))
+        if not found:
+            return {}
+        own, theirs, rows, shapes = zip(*found, strict=True)
+        return dict(zip(own, Part.equal_rows(own, theirs, rows, shapes), strict=True))
+
+    def _rows(self, reading: Reading, golden: list[Group], meet: Callable[[Space], Meeting | None]) -> None:
         group, part, unit = reading.group, reading.part, reading.unit
         assert group.where is not None
         if group.where not in self.indices.kept:
             part.skip = NO_ROWS_LEFT
             return
-        met = self.indices.meet(group.where, wheres)
+        met = meet(group.where)
         if met is None:
             part.skip = NO_PARTNER
             return
@@ -244,8 +275,9 @@ class UnitMeasurer:
         if is_choice(unit.key[1], unit.cls) and group.readable and DTYPES[group.first.dtype].kind == "int":
             chosen, at = self.rows[1].load(group, cuts[1], met.row)
             part.choices = widen(chosen.data[at], chosen.dtype).astype(np.int64)
-        if met.aligned and self._same(reading, first, met.complete):
-            return
+            if met.aligned and _same(first, group, met.complete):
+                part.agree(first, group)
+                return
         if not (group.readable and all(g.readable for g in reading.golden)):
             if met.both:
                 self._statistics(reading, first)
@@ -286,18 +318,6 @@ class UnitMeasurer:
         part.table = table
         self._check_replicas(reading, [(golden[i], number == i) for i in met.used], row, kept, cuts)
 
-    @staticmethod
-    def _same(reading: Reading, golden: Group, all_rows: bool) -> bool:
-        """Equal bits by their hashes. Not where a rank's copy differs or NaNs would have to be counted in some rows."""
-        mine = reading.group
-        prints = golden.fingerprint, mine.fingerprint
-        if prints[0] is None or prints[0] != prints[1] or _odd_replicas(mine):
-            return False
-        if not all_rows and any(s is None or s.nan or s.inf for s in stats_of(mine)):
-            return False
-        reading.part.agree(golden, mine)
-        return True
-
     def _statistics(self, reading: Reading, golden: Group) -> None:
         group, part, unit = reading.group, reading.part, reading.unit
         g = read.statistics_of(golden, self.golden)
@@ -336,8 +356,8 @@ class UnitMeasurer:
         part.feature = group.merge.shape
         if prod(partner.merge.shape) != prod(part.feature):
             part.skip = OTHER_WIDTH
-        elif self._same(reading, partner, True):
-            pass
+        elif _same(partner, group, True):
+            part.agree(partner, group)
         elif not (group.readable and partner.readable):
             self._statistics(reading, partner)
         else:
@@ -383,6 +403,21 @@ class UnitMeasurer:
                 part.table[places[worse]] = other[worse]
             odd, first = reading.group.records[member].rank, reading.group.first.rank
             part.replicas = f"ranks differ (rank {odd} from rank {first})"
+
+
+def _same(golden: Group, mine: Group, all_rows: bool) -> bool:
+    """Equal bits by their hashes. Not where a rank's copy differs or NaNs would have to be counted in some rows."""
+    prints = golden.fingerprint, mine.fingerprint
+    if prints[0] is None or prints[0] != prints[1] or _odd_replicas(mine):
+        return False
+    return all_rows or not any(s is None or s.nan or s.inf for s in stats_of(mine))
+
+
+def _feature_of_both(golden: Group, mine: Group) -> tuple[int, ...] | None:
+    """The shape of a row of mine, None where golden's has another number of elements, or is compared by no number."""
+    shapes = [_feature(g, c) for g, c in zip((golden, mine), read.find_cut(golden, mine), strict=True)]
+    complex_numbers = DTYPES[mine.first.dtype].kind == "complex"
+    return None if complex_numbers or prod(shapes[0]) != prod(shapes[1]) else shapes[1]
 
 
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:

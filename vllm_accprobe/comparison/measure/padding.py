@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import Record, Stats
 
 NONFINITE, LEFT = "NaN or infinity", "what an earlier step left of somebody's"
@@ -41,8 +42,8 @@ def padding_of(dump: Any) -> dict[str, str]:
     for r in sorted(getattr(dump, "padding", ()), key=lambda r: (_step(r), r.seq)):
         padded[r.tap].append(r)
     real: dict[str, list[Record]] = defaultdict(list)
-    for r in dump.records:
-        if r.tap in padded and r.step is not None:
+    for r in of_sites(dump.records, lambda site: site.tap in padded):
+        if r.step is not None:
             real[r.tap].append(r)
     return {tap: _said(dump, found, real[tap]) for tap, found in padded.items()}
 

@@ -20,6 +20,7 @@ from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan import unit
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import FILTERED, LOGITS, MASKS_KNOWN, NOISE, NOISE_DRAWS, SCALED, Request
 from vllm_accprobe.judge import sampling_rules as rules
 
@@ -52,8 +53,8 @@ class _OneSide:
         cells = self._tokens.cells
         self.groups: dict[str, dict[tuple[int, int], unit.Group]] = {}
         self._ranks: dict[tuple[int, int], int] = {}
-        for r in dump.records:
-            if r.step is None or r.rows != LOGITS or r.call:
+        for r in of_sites(dump.records, lambda site: site.rows == LOGITS):
+            if r.step is None or r.call:
                 continue
             moment = cells.get(r.rank, 0), r.step
             raw = r.role == "output.0" and r.tap.rpartition(".")[2] == "logits_processor"

@@ -17,6 +17,7 @@ from typing import Any
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
 from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.dump.record_table import first_of_each_site, of_sites
 from vllm_accprobe.dump.schema import DEALT, OWN, Layout, Record
 from vllm_accprobe.judge.near_ties import Chooser
 
@@ -119,8 +120,8 @@ def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
     return None
 
 
-Plans = dict[tuple[Any, ...], "MergePlan | str"]
-"""Of one tap and role: what is known of one rank's record → its plan, or why there is none."""
+Plans = dict[tuple[Any, ...], "tuple[MergePlan | None, str, int]"]
+"""Of one tap and role: what is known of one rank's record → its plan, or why there is none, and its row dimension."""
 
 
 def _group(
@@ -130,6 +131,22 @@ def _group(
     records = tuple(by[rank] for rank in sorted(by)) if len(by) > 1 else tuple(by.values())
     first = records[0]
     where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
+    if len(records) > 1:
+        return Group(records, moment, where, *_plan(records, where, hint, usuals, widths))
+    # Layouts are as many as taps and live as long as their records; their own hash would take longer than all the rest.
+    form = first.shape, first.row_dim, first.rows is None, where is None, bool(first.hash)
+    place = (id(first.layout), id(hint), *form)
+    if place not in plans:
+        plans[place] = _plan(records, where, hint, usuals, widths)
+    return Group(records, moment, where, *plans[place])
+
+
+def _plan(
+    records: tuple[Record, ...], where: Space | None, hint: Record | None, usuals: Mapping[int, int],
+    widths: Mapping[str, int],
+) -> tuple[MergePlan | None, str, int]:  # fmt: skip
+    """(how the records are joined, why they are not, the dimension of their rows)."""
+    first = records[0]
     dim, usual = first.row_dim, usuals.get(len(first.shape))
     if usual is not None and usual != dim and _square(first.shape, dim) and usual < len(first.shape):
         dim = usual if first.shape[usual] == first.shape[dim] else dim
@@ -140,20 +157,12 @@ def _group(
         if first.rows is not None and hint.row_dim == first.row_dim < len(other):
             other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
     if where is None and first.layout.kind == OWN:
-        return Group(records, moment, where, None, DEALT_OUT, dim)
-    place = (first.layout, first.shape, bool(first.hash), other) if len(records) == 1 else None
-    plan = plans.get(place) if place is not None else None
-    if plan is None:
-        try:
-            members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
-            plan = plan_merged(first, members, other, widths) or plan_merge(members, other)
-        except Unmergeable as e:
-            plan = str(e)
-        if place is not None:
-            plans[place] = plan
-    if isinstance(plan, str):
-        return Group(records, moment, where, None, plan, dim)
-    return Group(records, moment, where, plan, row_dim=dim)
+        return None, DEALT_OUT, dim
+    try:
+        members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+        return plan_merged(first, members, other, widths) or plan_merge(members, other), "", dim
+    except Unmergeable as e:
+        return None, str(e), dim
 
 
 def _of_rank(shape: tuple[int, ...], dims: int) -> tuple[int, ...] | None:
@@ -170,7 +179,7 @@ def widths_of(dump: Any) -> dict[str, int]:
     if len(dump.ranks) < 2:
         return {}
     widths: dict[str, int] = {}
-    for r in dump.records:
+    for r in first_of_each_site(dump.records):
         if r.role.startswith("input") and r.shape and r.layout.kind == "unknown":
             widths.setdefault(r.tap, r.shape[-1])
     return widths
@@ -225,18 +234,20 @@ Loose = frozenset[tuple[int, "int | None", str]]
 def loose(dump: Any) -> Loose:
     if len(dump.ranks) < 2:
         return frozenset()
-    shares = {_at(r) for r in dump.records if r.layout.kind == "partial" and r.layout.size > 1 and r.hash}
+    partial = of_sites(dump.records, lambda site: site.layout.kind == "partial" and site.layout.size > 1)
+    shares = {_at(r) for r in partial if r.hash}
     if not shares:
         return frozenset()
-    norms = (r for r in dump.records if r.role.startswith("input") and r.hash and "norm" in r.cls.lower())
-    return frozenset(_at(r) for r in norms if r.layout.kind == "replicated" and _at(r) in shares)
+    norms = of_sites(dump.records, lambda site: site.role.startswith("input") and "norm" in site.cls.lower()
+                     and site.layout.kind == "replicated")  # fmt: skip
+    return frozenset(_at(r) for r in norms if r.hash and _at(r) in shares)
 
 
 def unsummed_taps(dump: Any, found: Loose) -> list[str]:
     """The taps whose shares were used, innermost first of those that give out the same bytes."""
     last: dict[tuple[int, int | None, str], str] = {}
-    for r in dump.records:
-        if r.layout.kind == "partial" and r.hash and _at(r) in found:
+    for r in of_sites(dump.records, lambda site: bool(found) and site.layout.kind == "partial"):
+        if r.hash and _at(r) in found:
             last.setdefault(_at(r), r.tap)
     return list(dict.fromkeys(last.values()))
 
@@ -244,7 +255,8 @@ def unsummed_taps(dump: Any, found: Loose) -> list[str]:
 def unsummed(dump: Any) -> frozenset[tuple[int, int | None, int]]:
     """(rank, step, seq) of the shares that were used as they were."""
     found = loose(dump)
-    return frozenset((r.rank, r.step, r.seq) for r in dump.records if r.layout.kind == "partial" and _at(r) in found)
+    partial = of_sites(dump.records, lambda site: site.layout.kind == "partial")
+    return frozenset((r.rank, r.step, r.seq) for r in partial if _at(r) in found)
 
 
 def _at(r: Record) -> tuple[int, int | None, str]:

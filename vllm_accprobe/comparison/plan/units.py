@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import matches
+from vllm_accprobe.dump.record_table import first_of_each_site, of_new_places, of_sites
 from vllm_accprobe.dump.schema import OWN, Module, Record
 
 ONE_SIDE = "operator calls are in one of the dumps only"
@@ -189,16 +191,19 @@ class Indices:
         self.kept = frozenset(w for w, rows in sides[1].rows.items() if rows.keep.any())
         """Mine's spaces that have a row to compare. Asked for every tensor, hence asked of numpy once."""
         self._known: dict[tuple[Space, ...], Index] = {}
-        self._met: dict[tuple[Space, tuple[Space, ...]], Meeting | None] = {}
+        self._met: dict[tuple[Space, ...], Callable[[Space], Meeting | None]] = {}
 
     def meet(self, where: Space, wheres: tuple[Space, ...]) -> Meeting | None:
         """How the rows of mine's ``where`` that are kept lie among the golden's ``wheres``; None if none does."""
-        at = (where, wheres)
-        if at not in self._met:
-            self._met[at] = self._meet(where, wheres)
-        return self._met[at]
+        return self.meetings(wheres)(where)
 
-    def _meet(self, where: Space, wheres: tuple[Space, ...]) -> Meeting | None:
+    def meetings(self, wheres: tuple[Space, ...]) -> Callable[[Space], Meeting | None]:
+        """`meet` for many spaces of mine: ``wheres`` may be long, and are looked up once."""
+        if wheres not in self._met:
+            self._met[wheres] = cache(partial(self._meet, wheres))
+        return self._met[wheres]
+
+    def _meet(self, wheres: tuple[Space, ...], where: Space) -> Meeting | None:
         index, rows = self.index(wheres), self.sides[1].rows[where]
         kept = np.flatnonzero(rows.keep)
         keys = rows.keys[kept]
@@ -394,7 +399,7 @@ def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
 
 
 def _order(dump: Any, side: _Placed) -> list[Key]:
-    ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in dump.records if r.step is not None)
+    ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in of_new_places(dump.records) if r.step is not None)
     ordered = flow_order(ran)
     known = set(ordered)
     params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in known]
@@ -412,10 +417,10 @@ def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[TapRole
             roles.setdefault(tap, [])
             if role not in roles[tap]:
                 roles[tap].append(role)
-    classes = {r.tap: r.cls for r in dump.records}
+    classes = {r.tap: r.cls for r in first_of_each_site(dump.records)}
     params: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for r in dump.records:
-        if r.step is None and r.hash is not None and r.tap in roles:
+    for r in of_sites(dump.records, lambda site: site.parameter and site.tap in roles):
+        if r.hash is not None:
             params[r.tap].append((r.role, f"{r.rank} {r.hash}"))
     return [TapRoles(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
 
@@ -450,7 +455,8 @@ def _wanted(tap: str, taps: str | None) -> bool:
 
 def _sampled(dump: Any) -> Any:
     """(rank, step) → sampled tokens of the logits rows, read from the dump when requested."""
-    records = {(r.rank, r.step): r for r in dump.records if r.tap == SAMPLER and r.role == TOKEN}
+    tokens = of_sites(dump.records, lambda site: (site.tap, site.role) == (SAMPLER, TOKEN))
+    records = {(r.rank, r.step): r for r in tokens}
 
     def sampled(rank: int, step: int) -> Any:
         r = records.get((rank, step))

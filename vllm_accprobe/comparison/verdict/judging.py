@@ -11,8 +11,9 @@ a pair's status (pair_status.py), words (comparison/messages.py), measuring (com
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,9 @@ class RerouteNote:
     own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
+_UNMOVED = RerouteNote()
+
+
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
     traces: Sequence[TensorErrors],
@@ -142,11 +146,9 @@ def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) 
     """`TensorErrors.shared` of the rows of all parts, one after the other: int64; empty where each row has its own
     error."""
     each = zip(parts, errors, rows, strict=True)
-    one = [bool(len(known)) and (part.whole or len(e.err) != len(known)) for part, e, known in each]
-    if not any(one):
-        return _NO_KEYS
-    numbers = (i if whole else -1 for i, whole in enumerate(one))
-    return np.concatenate([np.full(len(known), i) for i, known in zip(numbers, rows, strict=True)])
+    lengths = np.array([len(known.keys) for known in rows], np.int64)
+    one = np.array([part.whole or len(e.err) != len(known.keys) for part, e, known in each], bool) & (lengths > 0)
+    return np.repeat(np.where(one, np.arange(len(one)), -1), lengths) if one.any() else _NO_KEYS
 
 
 RowColumns = tuple[np.ndarray, ...]
@@ -160,9 +162,12 @@ def rows_with_errors(
     """(which rows of all parts, one after the other, have an error; what is known of these; the largest error that
     belongs to no row). rows: that each part speaks for. own: keys that are wrong whatever came in."""
     found: list[RowColumns] = [_NO_ROWS]
-    everywhere, start = 0.0, 0
+    everywhere, end = 0.0, 0
     for part, e, known in zip(parts, errors, rows, strict=True):
-        n = len(known)
+        n = len(known.keys)
+        start, end = end, end + n
+        if part.identical:
+            continue
         at, values = np.arange(n), ()  # type: tuple[np.ndarray, tuple[Any, ...]]
         if part.whole and (e.err > 0).any():
             most = e.err.max()
@@ -175,7 +180,6 @@ def rows_with_errors(
             values = e.err[0], e.rel[0], e.gain[0], _broken(part, e)[0], False
         if values:
             found.append((start + at, *(np.broadcast_to(v, len(at)) for v in values)))
-        start += n
     which, *columns = (np.concatenate(column) for column in zip(*found, strict=True))
     return which, tuple(columns), everywhere
 
@@ -200,12 +204,13 @@ def _broken(part: Part, errors: RowErrors) -> np.ndarray:
     return (errors.measure == NONFINITE) & (part.own_nonfinite is not False)
 
 
+_Compared = tuple[Part, RowErrors, "PartLimits", str]
+"""A part, its errors and limits, and what near ties say of it."""
 PartLimits = tuple[Limits, Limits, "float | None"]
 """(what may have piled up, what one operator may create, what rounding alone piles up to: one unit, growing with depth
 as the limits do)."""
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""
-_SAME = Worst(0, 0.0, 0.0, 1.0)
 
 
 class LimitCheck:
@@ -299,11 +304,7 @@ class LimitCheck:
     # --- one number per tensor ---------------------------------------------------------------------------------
 
     def worst(self, parts: Sequence[Part], errors: Sequence[RowErrors]) -> list[Worst]:
-        out: list[Worst] = [_SAME] * len(parts)
-        differ = [i for i, p in enumerate(parts) if not p.identical]
-        for i, found in zip(differ, worst_of_each([errors[i] for i in differ]), strict=True):
-            out[i] = found
-        return [self._with_phases(w, p, e) for w, p, e in zip(out, parts, errors, strict=True)]
+        return [self._with_phases(w, p, e) for w, p, e in zip(worst_of_each(errors), parts, errors, strict=True)]
 
     def _with_phases(self, worst: Worst, part: Part, errors: RowErrors) -> Worst:
         phase = part.phase
@@ -604,7 +605,11 @@ class _Judge:
         errors = self.limit_check.errors(unit, parts, self.limit_check.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
         each = zip(parts, rows, errors, strict=True)
-        settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
+        settled = [
+            settle(unit, *one, self.rerouted, self.unit, self.traces)
+            if self.rerouted.first or not one[0].identical else _UNMOVED
+            for one in each
+        ]  # fmt: skip
         for part, own_rows, error, total in zip(parts, rows, errors, totals, strict=True):
             add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row)
         self._add(unit, unit.parts, errors, limits, [s.note for s in settled])
@@ -613,7 +618,7 @@ class _Judge:
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
                     rows[i] = rows[i].only(~mask)
                     errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
-            own = np.concatenate([s.own for s in settled])
+            own = np.concatenate([NO_ROWS.keys, *(s.own for s in settled if len(s.own))])
             which, known, everywhere = rows_with_errors(parts, errors, rows, own)
             allowed, created = max(t.row for t in totals), max(limit.row for _, limit, _ in limits)
             weak = any(p.stats is not None for p in parts)
@@ -670,22 +675,39 @@ class _Judge:
         self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[PartLimits],
         notes: list[str],
     ) -> None:  # fmt: skip
-        """Pairs of ``parts``, in order; the others are of those that were compared."""
-        check, setting = self.limit_check, self.measured.setting
-        compared = [p for p in parts if not p.skip]
-        metrics = iter(definition.metrics_of_each([p.table for p in compared if p.table is not None]))
-        known = iter(zip(errors, limits, check.worst(compared, errors), notes, strict=True))
+        """Pairs of ``parts``, in order; errors, limits and notes are of those that were compared."""
+        compared = list(zip([p for p in parts if not p.skip], errors, limits, notes, strict=True))
+        pairs = {id(p): pair for own in (self._equal(unit, [c for c in compared if c[0].identical]),
+                                         self._other(unit, [c for c in compared if not c[0].identical]))
+                 for p, pair in own}  # fmt: skip
         for part in parts:
-            if part.skip:
-                self.pairs.append((pair_status.skipped_pair(unit, part), NO_ROWS.keys))
-                continue
-            error, (limit, _, rounding), worst, note = next(known)
-            floor = check.floor_of(unit.key, part.phase, worst.rel, limit.row, rounding)
-            numbers = None if part.table is None else next(metrics)
-            pair = pair_status.make_pair(unit, part, error, limit, setting, worst, numbers, floor, note)
+            pair = pairs.get(id(part)) or pair_status.skipped_pair(unit, part)
             self.replicas += bool(part.replicas)
-            self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
+            rows = NO_ROWS if part.skip else self._rows_of(part) if pair.status == FAIL else part.rows
+            self.pairs.append((pair, rows.keys))
+
+    def _equal(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
+        if not compared:
+            return iter(())
+        parts = [part for part, *_ in compared]
+        floor_of = cache(partial(self.limit_check.floor_of, unit.key))
+        floors = [floor_of(p.phase, 0.0, limit.row, rounding) for p, _, (limit, _, rounding), _ in compared]
+        rows = [limit.row for _, _, (limit, *_), _ in compared]
+        pairs = pair_status.equal_pairs(unit, parts, rows, floors, [note for *_, note in compared])
+        self.log.add_equal(pairs, [p.rows for p in parts])
+        return zip(parts, pairs, strict=True)
+
+    def _other(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
+        check, setting = self.limit_check, self.measured.setting
+        parts = [part for part, *_ in compared]
+        metrics = iter(definition.metrics_of_each([p.table for p in parts if p.table is not None]))
+        worst = check.worst(parts, [error for _, error, *_ in compared])
+        for (part, error, (limit, _, rounding), note), w in zip(compared, worst, strict=True):
+            floor = check.floor_of(unit.key, part.phase, w.rel, limit.row, rounding)
+            numbers = None if part.table is None else next(metrics)
+            pair = pair_status.make_pair(unit, part, error, limit, setting, w, numbers, floor, note)
             self.log.add(pair, part.rows, error.err)
+            yield part, pair
 
 
 def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:

@@ -2,14 +2,15 @@
 
 The problem: one pair has many measures, limits and places, and a table needs one status and one sentence. The idea: the
 measure that decides is the one that is furthest beyond its limit; a pair without rows in common is skipped, one of
-tokens is judged by why each of them flipped. Not here: limits (standards/, judge/), which pairs are origins and the
-verdict of all (judging.py), what a replay changes of it (opcheck/proof/decide.py).
+tokens is judged by why each of them flipped. Equal pairs, which are most, are made together, column by column. Not
+here: limits (standards/, judge/), which pairs are origins and the verdict of all (judging.py), what a replay changes of
+it (opcheck/proof/decide.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -20,6 +21,8 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.dump.record_table import by_column
+from vllm_accprobe.dump.schema import DECODE, PREFILL
 from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels.formulas import Metrics
@@ -29,11 +32,38 @@ Floor = tuple["float | None", "str | None", "float | None"]
 """(floor of a pair, where that comes from, its error in units of it)."""
 
 
+_EQUAL = {f.name: f.default for f in fields(Pair)} | {
+    **dict.fromkeys(("max_abs_err", "mean_abs_err", "rmse", "worst_row_rel_l2"), 0.0), "worst_row_norm_ratio": 1.0,
+    "nonfinite_mismatch": 0, "status": PASS, "identical": True, "bit_identical": True,
+}  # fmt: skip
+
+
+def equal_pairs(
+    unit: MeasuredUnit, parts: Sequence[Part], limits: Sequence[float], floors: Sequence[Floor], notes: Sequence[str]
+) -> list[Pair]:
+    """Pairs of parts whose numbers are all equal. limits: of their rows; the others as `make_pair` has them."""
+    phases = [p.phase for p in parts]
+    columns: dict[str, Iterable[Any]] = {
+        **dict(zip(_PART, zip(*map(_part_of, parts), strict=True), strict=True)),
+        "shape": [p.feature if p.whole else (len(p.rows.keys), *p.feature) for p in parts],
+        "cosine": [None if p.zero else 1.0 for p in parts],
+        "rel_l2": (relative := [None if p.zero else 0.0 for p in parts]), "max_rel_err": relative,
+        "nonfinite": [p.nonfinite for p in parts], "limit": limits, "phase": phases,
+        "message": [messages.join(p.replicas, p.note, note) for p, note in zip(parts, notes, strict=True)],
+        "rows": [None if p.whole else len(p.rows.keys) for p in parts],
+        "prefill_rel_l2": [None if phase in (None, DECODE) else 0.0 for phase in phases],
+        "decode_rel_l2": [None if phase in (None, PREFILL) else 0.0 for phase in phases],
+        **dict(zip(("floor", "floor_source", "x_floor"), zip(*floors, strict=True), strict=True)),
+    }  # fmt: skip
+    return by_column(Pair, len(parts), columns, _EQUAL | _place(unit))
+
+
 def make_pair(
     unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, worst: Worst,
     metrics: Metrics | None, floor: Floor, note: str = "",
 ) -> Pair:  # fmt: skip
-    """metrics: None where values were not read. note: said behind everything else."""
+    """Of a part that was read, or judged by statistics. metrics: None where values were not read. note: said behind
+    everything else."""
     err, rows = worst.err, len(errors.err)
     wrong = err is not None and not err <= limits.row
     request = at = None
@@ -43,11 +73,11 @@ def make_pair(
     clause = describe(*decided) if wrong and decided is not None else ""
     if wrong and part.table is None:
         clause = f"{part.by or 'statistics'} differ"
-    elif part.table is None and not part.identical:
+    elif part.table is None:
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
         clause = messages.join(clause, figures_said(part.figures))
-    numbers = _metrics(part, metrics)
+    numbers = {} if metrics is None else _numbers(part, metrics)
     # Without a finite position there is no largest error, and all there is to compare are the NaNs.
     same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
     by: dict[str, Any] = {} if decided is None else dict(zip(("measure", "measured", "allowed"), decided, strict=True))
@@ -67,7 +97,7 @@ def make_pair(
         worst_position=at,
         limit=limits.row,
         identical=same,
-        bit_identical=same and (part.identical or part.same_bits),
+        bit_identical=same and part.same_bits,
         elements=part.elements,
         kl=part.kl,
         floor=floor[0],
@@ -86,19 +116,18 @@ _PART = ("golden", "mine", "step", "rank", "dtype_golden", "dtype_mine", "call")
 _metrics_of, _part_of = attrgetter(*_METRICS), attrgetter(*_PART)
 
 
+def _place(unit: MeasuredUnit) -> dict[str, Any]:
+    return {"tap": unit.key[0], "cls": unit.cls, "role": unit.key[1], "order": unit.order, "rule": unit.rule}
+
+
 def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
-    place = {"tap": unit.key[0], "cls": unit.cls, "role": unit.key[1], "order": unit.order, "rule": unit.rule}
-    return place | dict(zip(_PART, _part_of(part), strict=True))
+    return _place(unit) | dict(zip(_PART, _part_of(part), strict=True))
 
 
-def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
-    if part.identical:
-        cosine, relative = (None, None) if part.zero else (1.0, 0.0)
-        m = Metrics(cosine, 0.0, 0.0, 0.0, relative, relative, part.nonfinite, 0)
-    if m is None:
-        return {}
+def _numbers(part: Part, m: Metrics) -> dict[str, Any]:
     out = dict(zip(_METRICS, _metrics_of(m), strict=True))
-    if part.table is not None and part.worst is not None and m.max_abs_err:
+    if part.worst is not None and m.max_abs_err:
+        assert part.table is not None
         row, flat, golden, mine = part.worst
         inner = part.feature
         if part.whole and len(inner) > 1:  # the first dimension served as rows

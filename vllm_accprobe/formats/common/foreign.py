@@ -149,6 +149,7 @@ class ForeignDump(Dump):
     def __init__(self, path: Path, kind: str, run: Mapping[str, Any] | None = None):
         super().__init__(path, {"format": kind, **(run or {})})
         self.kind = kind
+        self.records: list[Record] = []
         self._reads: list[Read] = []
         self._places: set[tuple[Any, ...]] = set()
         self._calls: dict[tuple[Any, ...], int] = {}

@@ -29,6 +29,7 @@ import torch
 from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.dump.journal import LOADED, NO_LIVES, PACKED, RELOAD, SYNC, WAKE, Lives, is_operator
 from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import ADAPTER_ROLE, Module, Record
 from vllm_accprobe.opcheck.calls.operator_calls import NotKept
 from vllm_accprobe.opcheck.reference import Params
@@ -291,13 +292,14 @@ class ModuleParameters:
     ):
         self._modules, self._read = modules, read
         self._records: dict[tuple[int, str], dict[str, Record]] = {}
-        for r in dump.records:
-            if r.step is None and not is_operator(r.tap):
+        parameters = list(of_sites(dump.records, lambda site: site.parameter))
+        for r in parameters:
+            if not is_operator(r.tap):
                 self._records.setdefault((r.rank, r.tap), {})[r.role.removeprefix("param.")] = r
         self._aliases = {s.tap for s in dump.skips if s.reason == _ALIAS}
         numbered = ((place, modules.get(place[0], {}).get(place[1])) for place in self._records)
         self._same = {(rank, m.index, m.cls): tap for (rank, tap), m in numbered if m is not None}
-        self._packed = any(r.shape == (0,) for r in dump.records if r.step is None)
+        self._packed = any(r.shape == (0,) for r in parameters)
         self._known: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._adapters: dict[int, frozenset[str]] = {}
         self._since = WeightsSince(getattr(dump, "lives", NO_LIVES))

@@ -30,6 +30,7 @@ import torch
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import Dump, matches
+from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import Module, OpCall, Record, RowSpace
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.judge.statistic import RATE, Budget
@@ -600,7 +601,7 @@ class Calls(ModuleIndex):
     def keeps(self) -> Mapping[str, str]:
         """Container → the coarser dtype whose numbers this dump keeps in it (grid.kept); reads some calls once."""
         if self._keeps is None:
-            self._keeps = grid.kept(self._sampled_calls(), {r.dtype for r in self.dump.records})
+            self._keeps = grid.kept(self._sampled_calls(), {r.dtype for r in first_of_each_site(self.dump.records)})
         return self._keeps
 
     def _sampled_calls(self) -> Iterator[grid.Sight]:

@@ -28,6 +28,7 @@ from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
 from vllm_accprobe.dump.decode import Where, decode, refused
 from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.record_table import of_moment
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
 
@@ -251,8 +252,7 @@ class _Replayed:
         return [] if relation is None else [shown[name].record for name in relation.takes]
 
     def _index(self, moment: tuple[int, int | None]) -> None:
-        own = [r for r in self._dump.records if (r.rank, r.step) == moment]
-        own.sort(key=lambda r: r.seq)
+        own = sorted(of_moment(self._dump.records, *moment), key=lambda r: r.seq)
         made: dict[str, Record] = {}
         distinct: dict[str, Record] = {}
         for r in own:

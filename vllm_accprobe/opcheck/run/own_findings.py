@@ -40,6 +40,7 @@ from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import LOAD, NO_LIVES, WeightPrint
+from vllm_accprobe.dump.record_table import first_of_each_site, of_sites
 from vllm_accprobe.dump.schema import Layout, Module
 from vllm_accprobe.dump.weight_sums import row_keys
 from vllm_accprobe.judge.statistic import PROVED
@@ -161,7 +162,8 @@ def _never_called(dump: Any) -> list[str]:
     }
     taps = {s.tap: next((c for (_, t), c in held.items() if t == s.tap), "") for s in getattr(dump, "skips", ())
             if s.reason == NEVER_CALLED and any(t == s.tap for _, t in held)}  # fmt: skip
-    called = {up for r in dump.records if r.step is not None for up in enclosing(r.tap)}  # by what is inside of them
+    ran = [r for r in first_of_each_site(dump.records) if not r.parameter]
+    called = {up for r in ran for up in enclosing(r.tap)}  # by what is inside of them
     taps = {
         t: c for t, c in taps.items() if t.rpartition(".")[2] not in ("embed_tokens", "lm_head") and t not in called
     }
@@ -188,8 +190,8 @@ def _against_checkpoint(
     except Exception as error:  # safetensors raises errors of its own
         out.notes.append(f"the checkpoint in {model} cannot be read: {error}")
         return
-    layouts = {(r.rank, r.tap, r.role.removeprefix("param.")): r.layout for r in dump.records
-               if r.step is None and r.role.startswith("param.")}  # fmt: skip
+    parameters = of_sites(dump.records, lambda site: site.parameter and site.role.startswith("param."))
+    layouts = {(r.rank, r.tap, r.role.removeprefix("param.")): r.layout for r in parameters}
     wrong: dict[str, list[tuple[tuple[int, str, str], WeightPrint, RowsFound, bool]]] = defaultdict(list)
     right: Counter[str] = Counter()
     read, begun = 0, time.monotonic()
@@ -305,8 +307,8 @@ def _explained(
     record = next(
         (
             r
-            for r in dump.records
-            if r.step is None and (r.rank, r.tap, r.role) == (place[0], place[1], f"param.{place[2]}")
+            for r in of_sites(dump.records, lambda site: site.parameter and site.tap == place[1])
+            if (r.rank, r.role) == (place[0], f"param.{place[2]}")
         ),
         None,
     )

@@ -16,7 +16,8 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from vllm_accprobe.comparison.pair import COLUMNS, Pair
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.charts import Heat, factors
-from vllm_accprobe.report.text import nonfinite, safe
+from vllm_accprobe.report.text import each, nonfinite, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -69,21 +70,23 @@ def inert(text: str) -> str:
 
 
 def _column(name: str, values: list[Any], bad: list[bool]) -> str:
-    if len(set(map(id, values))) == 1 and len(set(bad)) == 1:  # written once, as it would be below
+    if values and all(map(is_, values, repeat(values[0]))) and len(set(bad)) == 1:  # written once, as it would be below
         values, bad = values[:1], bad[:1]
     if name in _NUMBERS:
         short, long = (".7g", ".10g") if name in _FINE else (".3g", ".6g")
-        cells = [_number(v, long if b else short) for v, b in zip(values, bad, strict=True)]
+        cells = each(values, lambda v: _number(v, short))
+        for i in (i for i, b in enumerate(bad) if b):
+            cells[i] = _number(values[i], long)
         if len(set(cells)) <= 1:
             return f'{{"c":{cells[0] if cells else "null"}}}'
         return f'{{"v":[{",".join(cells)}]}}'
     index: dict[Any, int] = {}
     # Keyed by value and type: True, 1 and "1" are three texts.
-    where = [index.setdefault((type(v), tuple(v) if type(v) is list else v), len(index)) for v in values]
+    where = each(values, lambda v: index.setdefault((type(v), tuple(v) if type(v) is list else v), len(index)))
     texts = [_text(key, " × " if name == "shape" else ", ") for _, key in index]
     if len(texts) <= 1:
         return f'{{"c":{script_json(texts[0] if texts else None)}}}'
-    return f'{{"d":{script_json(texts)},"i":[{",".join(map(str, where))}]}}'
+    return f'{{"d":{script_json(texts)},"i":[{",".join(each(where, str))}]}}'
 
 
 def _number(value: Any, digits: str) -> str:

@@ -1,0 +1,436 @@
+"""The tensors of a dump as columns: lines of the journal in, a `Record` out where somebody wants one.
+
+The problem: a dump has up to millions of tensors, and an object for each costs more time and memory than all that is
+done with most of them. The idea: what the tap says of a tensor (names, dtype, shape, layout) is a `TensorSite`, checked
+once; what differs from call to call (step, hash, statistics, where the bytes lie) is a column, checked as one. A table
+is a sequence of records, each made when it is requested; loops that need a record of each site, or the records of a few
+sites, use `first_of_each_site` and `of_sites`, which take plain lists too, as other tools' dumps have them. Not here:
+files (reader.py), other lines (journal.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import repeat
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.journal import MAX_DIMS, MAX_INT, Event, integer, layout_of, optional_string, short, string
+from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
+
+BATCH = 512
+"""Lines, or records, that are handled together: few enough for the cache of a processor."""
+
+
+NONE: Mapping[str, Any] = {}
+
+
+def by_column(kind: Any, n: int, fields: Mapping[str, Iterable[Any]], same: Mapping[str, Any] = NONE) -> list[Any]:
+    """``n`` values of a dataclass with slots, each field's values in turn: in a third of the time that its constructor
+    takes for a frozen one. same: the fields that all of them have alike."""
+    made = list(map(kind.__new__, repeat(kind, n)))
+    for name, put in _setters(kind).items():
+        deque(map(put, made, fields[name] if name in fields else repeat(same[name], n)), maxlen=0)
+    return made
+
+
+@cache
+def _setters(kind: Any) -> dict[str, Callable[[Any, Any], None]]:
+    return {f.name: getattr(kind, f.name).__set__ for f in dataclasses.fields(kind)}
+
+
+class TensorSite(NamedTuple):
+    """What all tensors of one tap and role in one form have in common, see `Record`. parameter: without a step; nbytes:
+    of the payload."""
+
+    tap: str
+    cls: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: str | None
+    row_dim: int
+    layout: Layout
+    sample: str | None
+    mutated: bool
+    stride: tuple[int, ...] | None
+    offset: int
+    parameter: bool
+    nbytes: int
+
+    @staticmethod
+    def of_line(e: Event, layouts: dict[str, Layout] | None = None) -> TensorSite:
+        """Raises ValueError for a ``tensor`` or ``param`` event that is none. layouts: those read before, by their
+        text: a dump has thousands of sites and a dozen layouts."""
+        layouts = {} if layouts is None else layouts
+        laid = repr(e.get("layout"))
+        if laid not in layouts:
+            layouts[laid] = layout_of(e.get("layout"))
+        dtype = string(e, "dtype")
+        info = DTYPES.get(dtype)
+        if info is None:
+            raise ValueError(f"dtype {dtype[:40]} is not known to this release")
+        raw_shape = e.get("shape")
+        if not isinstance(raw_shape, list) or len(raw_shape) > MAX_DIMS or not _whole_numbers(raw_shape):
+            raise ValueError(f"shape is {short(raw_shape)}")
+        shape = tuple(raw_shape)
+        size = math.prod(shape) * info.itemsize
+        if size >= 1 << 60 or (size == 0 and math.prod(max(d, 1) for d in shape) >= 1 << 56):
+            raise ValueError(f"shape is {short(raw_shape)}")
+        row_dim = e.get("row_dim", 0)
+        if type(row_dim) is not int or not 0 <= row_dim <= max(len(shape) - 1, 0):
+            raise ValueError(f"row_dim is {short(row_dim)} for shape {list(shape)}")
+        stride = e.get("stride")
+        if stride is not None and not (isinstance(stride, list) and len(stride) == len(shape)
+                                       and _whole_numbers(stride)):  # fmt: skip
+            raise ValueError(f"stride is {short(stride)} for shape {list(shape)}")
+        return TensorSite(
+            string(e, "tap"), string(e, "class", ""), string(e, "role"), dtype, shape, optional_string(e, "rows"),
+            row_dim, layouts[laid], optional_string(e, "sample"), bool(e.get("mutated", False)),
+            None if stride is None else tuple(stride), integer(e, "offset", 0), e["event"] == "param", size,
+        )  # fmt: skip
+
+
+def _whole_numbers(values: list[Any]) -> bool:
+    return all(type(n) is int and 0 <= n <= MAX_INT for n in values)
+
+
+_CUT = b',"call":'
+_OWN = frozenset(("call", "seq", "step", "hash", "seg", "off", "nbytes", "stats"))
+"""What a line has behind the cut."""
+_MOST_HEADS = 1 << 16
+
+
+class TensorSites:
+    """The sites of one dump, by number; those that are equal have one.
+
+    All lines of a site begin with the same bytes, up to ``"call"``, because capture writes them from a template: these
+    are parsed once."""
+
+    def __init__(self) -> None:
+        self.all: list[TensorSite] = []
+        self._numbers: dict[TensorSite, int] = {}
+        self._heads: dict[bytes, int] = {}
+        self._layouts: dict[str, Layout] = {}
+
+    def number(self, site: TensorSite) -> int:
+        found = self._numbers.setdefault(site, len(self.all))
+        if found == len(self.all):
+            self.all.append(site)
+        return found
+
+    def short(self, line: bytes) -> tuple[int, Event] | None:
+        """(the site's number, the other keys) of a line with a known head. Raises ValueError for what is no JSON."""
+        at = line.find(_CUT)
+        number = self._heads.get(line[:at])
+        if number is None:
+            return None
+        e = orjson.loads(b"{" + line[at + 1 :])
+        return (number, e) if _OWN.issuperset(e) else None
+
+    def whole(self, line: bytes, e: Event) -> tuple[int, Event]:
+        """The same of a line that was parsed. Raises ValueError for a ``tensor`` or ``param`` event that is none."""
+        number, head = self.number(TensorSite.of_line(e, self._layouts)), line[: line.find(_CUT)]
+        with contextlib.suppress(ValueError):  # a head is an object of its own, and says all but what may follow it
+            known = orjson.loads(head + b"}")
+            if len(self._heads) < _MOST_HEADS and known.keys() | _OWN >= e.keys() and not known.keys() & _OWN:
+                self._heads[head] = number
+        return number, e
+
+
+_WORDS = ("min", "max", "mean", "l2")
+_COUNTS = ("count", "nan", "inf")
+Columns = dict[str, np.ndarray]
+"""site, rank: int32; step (-1: a parameter), call, seq, seg (-1: no payload), off, count (-1: no statistics), nan, inf:
+int64; min, max, mean, l2: float64, NaN for none; hash: str or None; lost: bool."""
+_EMPTY: Columns = {
+    **dict.fromkeys(("site", "rank"), np.zeros(0, np.int32)),
+    **dict.fromkeys(("step", "call", "seq", "seg", "off", *_COUNTS), np.zeros(0, np.int64)),
+    **dict.fromkeys(_WORDS, np.zeros(0)), "hash": np.zeros(0, object), "lost": np.zeros(0, bool),
+}  # fmt: skip
+
+
+class RecordTable(Sequence[Record]):
+    """Records in the order of the journals. columns: see `Columns`."""
+
+    def __init__(self, sites: TensorSites, columns: Columns):
+        self.sites, self.columns = sites, columns
+
+    @staticmethod
+    def joined(sites: TensorSites, parts: Sequence[RecordTable]) -> RecordTable:
+        return RecordTable(
+            sites, {name: np.concatenate([none, *(p.columns[name] for p in parts)]) for name, none in _EMPTY.items()}
+        )
+
+    @staticmethod
+    def of_lines(
+        sites: TensorSites, rank: int, lines: Sequence[tuple[int, Event]]
+    ) -> tuple[RecordTable, list[tuple[int, str]]]:
+        """The tensors of one rank, as `TensorSites` reads their lines, and (which, why) of those that are none."""
+        try:
+            return RecordTable(sites, _columns(sites, rank, *zip(*lines, strict=True))), []
+        except ValueError as error:
+            if len(lines) == 1:
+                return RecordTable(sites, _EMPTY), [(0, str(error))]
+        each = [RecordTable.of_lines(sites, rank, [line]) for line in lines]
+        wrong = [(i, why) for i, (_, bad) in enumerate(each) for _, why in bad]
+        return RecordTable.joined(sites, [part for part, _ in each]), wrong
+
+    def __len__(self) -> int:
+        return len(self.columns["site"])
+
+    def __iter__(self) -> Iterator[Record]:
+        for start in range(0, len(self), BATCH):
+            yield from self._made(slice(start, start + BATCH))
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return self._made(at)
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        at %= len(self)
+        return self._made(slice(at, at + 1))[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def only(self, which: np.ndarray) -> RecordTable:
+        """Those at a mask, or at indices."""
+        return RecordTable(self.sites, {name: column[which] for name, column in self.columns.items()})
+
+    def of_sites(self, fits: Callable[[TensorSite], bool]) -> np.ndarray:
+        """bool [n]: which records are of a site that ``fits``."""
+        return self.by_site(fits, bool)
+
+    def by_site(self, value: Callable[[TensorSite], Any], dtype: Any) -> np.ndarray:
+        """For each record what ``value`` says of its site."""
+        return np.fromiter(map(value, self.sites.all), dtype, len(self.sites.all))[self.columns["site"]]
+
+    def change(self, which: np.ndarray, **fields: Any) -> None:
+        """Replaces fields of the sites of some records."""
+        own = self.columns["site"][which]
+        for number in np.unique(own).tolist():
+            self.columns["site"][which[own == number]] = self.sites.number(self.sites.all[number]._replace(**fields))
+
+    @cached_property
+    def places(self) -> tuple[list[Record], np.ndarray]:
+        """(the first record of each site and call, in order; int64 [n]: which of them each record is like). Only when
+        no site changes any more."""
+        calls, call = np.unique(self.columns["call"], return_inverse=True)
+        code = self.columns["site"] * len(calls) + call
+        _, first, which = np.unique(code, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        return self._made(first[order]), rank[which]
+
+    @property
+    def ran(self) -> np.ndarray:
+        """bool [n]: which records belong to a step."""
+        return ~self.of_sites(lambda site: site.parameter)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all payloads, each once."""
+        c, nbytes = self.columns, self.by_site(lambda site: site.nbytes, np.int64)
+        order = np.lexsort((c["off"], c["seg"], c["rank"]))
+        order = order[c["seg"][order] >= 0]
+        places = np.stack([c[name][order] for name in ("rank", "seg", "off")])
+        last = np.append((places[:, 1:] != places[:, :-1]).any(axis=0), True)[: len(order)]
+        return int(nbytes[order[last]].sum())
+
+    def _made(self, at: slice | np.ndarray) -> list[Record]:
+        c = {name: column[at].tolist() for name, column in self.columns.items()}
+        sites = [self.sites.all[i] for i in c["site"]]
+        if not sites:
+            return []
+        fields: dict[str, Iterable[Any]] = dict(zip(TensorSite._fields, zip(*sites, strict=True), strict=True))
+        steps = zip(c["step"], fields.pop("parameter"), strict=True)
+        places = zip(c["seg"], c["off"], fields.pop("nbytes"), strict=True)
+        fields |= {name: c[name] for name in ("rank", "call", "seq", "hash", "lost")}
+        fields["step"] = [None if parameter else step for step, parameter in steps]
+        fields["payload"] = [None if place[0] < 0 else Payload(*place) for place in places]
+        stats: dict[str, Iterable[Any]] = {name: c[name] for name in _COUNTS}
+        stats |= {name: [None if v != v else v for v in c[name]] for name in _WORDS}  # NaN
+        some = by_column(Stats, len(sites), stats)
+        fields["stats"] = [None if n < 0 else one for n, one in zip(c["count"], some, strict=True)]
+        return by_column(Record, len(sites), fields)
+
+
+def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequence[Event]) -> Columns:
+    """Raises ValueError with the first value that is none, of whichever line."""
+    n = len(events)
+    own = [sites.all[i] for i in numbers]
+    out = dict(_EMPTY) | {"site": np.array(numbers, np.int32), "rank": np.full(n, rank, np.int32)}
+    keys = {"call": 0, "seq": 0, "hash": None, "stats": None}
+    calls, seqs, hashed, stats = _columns_of(events, keys)
+    stored = [i for i, e in enumerate(events) if e.get("seg") is not None]
+    out["seg"], out["off"] = np.full(n, -1), np.zeros(n, np.int64)
+    if stored:
+        of_stored = [events[i] for i in stored]
+        places = _columns_of(of_stored, dict.fromkeys(("seg", "off", "nbytes")))
+        seg, off, sizes = map(_whole, ("seg", "off", "nbytes"), places)
+        out["seg"][stored], out["off"][stored] = seg, off
+        for i, nbytes in zip(stored, sizes.tolist(), strict=True):
+            if own[i].nbytes != nbytes:
+                raise ValueError(f"{nbytes} bytes are not a {own[i].dtype} tensor of shape {list(own[i].shape)}")
+    ran = [i for i, site in enumerate(own) if not site.parameter]
+    out["step"] = np.full(n, -1)
+    out["step"][ran] = _whole("step", [events[i].get("step") for i in ran])
+    out["call"], out["seq"] = _whole("call", calls), _whole("seq", seqs)
+    if not set(map(type, hashed)) <= {str, type(None)}:
+        hashed = [optional_string({"hash": h}, "hash") for h in hashed]
+    out["hash"] = np.empty(n, object)
+    out["hash"][:] = [None if h is None else sys.intern(h) for h in hashed]
+    out["lost"] = np.zeros(n, bool)
+    return out | _of_stats(stats)
+
+
+def _columns_of(events: Sequence[Event], keys: Mapping[str, Any]) -> list[Sequence[Any]]:
+    """The values of each key, which has a default."""
+    try:
+        return list(zip(*map(itemgetter(*keys), events), strict=True)) or [() for _ in keys]
+    except KeyError:
+        return [[e.get(key, default) for e in events] for key, default in keys.items()]
+
+
+def _of_stats(found: Sequence[Any]) -> Columns:
+    known = [i for i, s in enumerate(found) if s is not None]
+    some = found if len(known) == len(found) else [found[i] for i in known]
+    if not set(map(type, some)) <= {dict}:
+        raise ValueError(f"stats is {short(next(s for s in some if type(s) is not dict))}")
+    out: Columns = {name: np.full(len(found), -1) for name in _COUNTS} | {
+        name: np.full(len(found), np.nan) for name in _WORDS
+    }
+    (count, nan, inf), words = (columns := _columns_of(some, _STATS))[:3], columns[3:]
+    out["count"][known] = _whole("count", count)
+    out["nan"][known], out["inf"][known] = _whole("nan", nan), _whole("inf", inf)
+    for name, values in zip(_WORDS, words, strict=True):
+        if not set(map(type, values)) <= {float, type(None)}:
+            values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None
+                      for v in values]  # fmt: skip
+        column = np.array(values, np.float64)
+        column[~np.isfinite(column)] = np.nan  # infinity and NaN, which JSON cannot say, are as good as missing
+        out[name][known] = column
+    return out
+
+
+_STATS: Mapping[str, Any] = {"count": None, "nan": 0, "inf": 0, **dict.fromkeys(_WORDS)}
+
+
+def _whole(key: str, values: Sequence[Any]) -> np.ndarray:
+    """int64 [n]: `integer` of each. Raises ValueError."""
+    if set(map(type, values)) <= {int}:
+        try:
+            column = np.array(values, np.int64)
+        except OverflowError:
+            column = np.full(1, -1)
+        if not len(column) or (column.min() >= 0 and column.max() <= MAX_INT):
+            return column
+    return np.array([integer({key: v}, key) for v in values], np.int64)  # says which is none
+
+
+def places_of(records: Sequence[Record]) -> tuple[Sequence[Record], np.ndarray]:
+    """`RecordTable.places`; each record of a list is a place of its own."""
+    return records.places if isinstance(records, RecordTable) else (records, np.arange(len(records)))
+
+
+def first_of_each_site(records: Sequence[Record]) -> Sequence[Record]:
+    """A record of each tap, role, call and form, the first, in order; of a list all."""
+    return places_of(records)[0]
+
+
+def numbers_of(records: Sequence[Record], name: str) -> np.ndarray:
+    """int64 [n]: rank, or step, -1 for a parameter's."""
+    if isinstance(records, RecordTable):
+        return records.columns[name]
+    found = (getattr(r, name) for r in records)
+    return np.fromiter((-1 if v is None else v for v in found), np.int64, len(records))
+
+
+def joined(first: Sequence[Record], second: Sequence[Record]) -> Sequence[Record]:
+    if not len(second):
+        return first
+    if isinstance(first, RecordTable) and isinstance(second, RecordTable):
+        return RecordTable.joined(first.sites, [first, second])
+    return [*first, *second]
+
+
+class ChosenRecords(Sequence[tuple[int, Record]]):
+    """Some records with their indices. at: int64, ascending."""
+
+    def __init__(self, records: Sequence[Record], at: np.ndarray):
+        self.records, self.at = records, at
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return list(zip(self.at[i].tolist(), self._only(self.at[i]), strict=True))
+        return int(self.at[i]), self.records[int(self.at[i])]
+
+    def __iter__(self) -> Iterator[tuple[int, Record]]:
+        return zip(self.at.tolist(), self._only(self.at), strict=True)
+
+    def _only(self, at: np.ndarray) -> Sequence[Record]:
+        table = self.records
+        return table.only(at) if isinstance(table, RecordTable) else [table[i] for i in at.tolist()]
+
+    def but(self, taps: Collection[str]) -> ChosenRecords:
+        """Those of other taps."""
+        firsts, which = places_of(self.records)
+        others = np.fromiter((r.tap not in taps for r in firsts), bool, len(firsts))
+        return ChosenRecords(self.records, self.at[others[which[self.at]]]) if taps else self
+
+    @property
+    def ran(self) -> int:
+        """How many are of a step."""
+        return int((numbers_of(self.records, "step")[self.at] >= 0).sum())
+
+
+def stored_bytes(records: Sequence[Record]) -> int:
+    """Of all payloads, each place counted once."""
+    if isinstance(records, RecordTable):
+        return records.stored
+    return sum({(r.rank, r.payload.seg, r.payload.off): r.payload.nbytes for r in records if r.payload}.values())
+
+
+def of_sites(records: Sequence[Record], fits: Callable[[Any], bool]) -> Sequence[Record]:
+    """The records whose tap, cls, role, dtype, shape, rows, layout and parameter, of a site or a record, fit."""
+    if isinstance(records, RecordTable):
+        return records.only(records.of_sites(fits))
+    return [r for r in records if fits(r)]
+
+
+def of_moment(records: Sequence[Record], rank: int, step: int | None) -> Sequence[Record]:
+    """The records of one rank and step, or its parameters."""
+    at = (numbers_of(records, "rank") == rank) & (numbers_of(records, "step") == (-1 if step is None else step))
+    return records.only(at) if isinstance(records, RecordTable) else [records[i] for i in np.flatnonzero(at).tolist()]
+
+
+def of_new_places(records: Sequence[Record]) -> Sequence[Record]:
+    """The records of all steps of a rank in which a (tap, role, call) comes that no step before had; of a list all."""
+    if not isinstance(records, RecordTable):
+        return records
+    ran = records.only(records.ran)
+    known: dict[tuple[str, str], int] = {}
+    places = ran.by_site(lambda site: known.setdefault((site.tap, site.role), len(known)), np.int64)
+    calls, call = np.unique(ran.columns["call"], return_inverse=True)
+    step = np.unique(ran.columns["step"], return_inverse=True)[1]
+    moments = ran.columns["rank"] + step * (int(ran.columns["rank"].max(initial=0)) + 1)
+    order = np.argsort(moments, kind="stable")
+    first = np.unique((places * len(calls) + call)[order], return_index=True)[1]
+    return ran.only(np.isin(moments, moments[order[first]]))
