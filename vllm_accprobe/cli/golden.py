@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import golden_server, golden_stream, options, places
+from vllm_accprobe.cli import golden_server, golden_stream, options
 from vllm_accprobe.cli.golden_server import PackFileOptions
 from vllm_accprobe.cli.options import Command, argument, option
 from vllm_accprobe.cli.output import answer, say_written, show

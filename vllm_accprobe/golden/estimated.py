@@ -42,6 +42,7 @@ from vllm_accprobe.golden.opened import GoldenPack, open_pack
 from vllm_accprobe.golden.pack import SketchPlace, place_name
 from vllm_accprobe.golden.sketch import Sketch, distances
 from vllm_accprobe.judge.floor import flow_unit
+from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import Limits, Standard
@@ -95,18 +96,19 @@ def _about(side: str, pack: GoldenPack) -> str:
     )
 
 
-def _with_earlier_rows(result: Comparison) -> list[dict[str, Any]]:
+def _with_earlier_rows(result: Comparison) -> list[OriginEntry]:
     """The origins. One that is inferred of a module that reads a request's earlier rows comes behind the others: a pack
     does not hold these rows, and what was read may have differed there."""
     assert result.measured is not None
     mixing = result.measured.setting.mixing
 
-    def unsure(origin: dict[str, Any]) -> bool:
+    def unsure(origin: OriginEntry) -> bool:
         return bool(origin.get("evidence") == "jump" and mixing.get(origin["module"]))
 
-    said = "it reads earlier rows, which the pack does not hold: these may have differed"
-    entries = [o | {"shape": "; ".join(filter(None, (o.get("shape"), said)))} if unsure(o) else o
-               for o in result.origins]  # fmt: skip
+    why = "it reads earlier rows, which the pack does not hold: these may have differed"
+    entries: list[OriginEntry] = [
+        {**o, "shape": "; ".join(filter(None, (o["shape"], why)))} if unsure(o) else o for o in result.origins
+    ]
     return sorted(entries, key=unsure)
 
 
@@ -304,13 +306,13 @@ class _Estimates:
             found.update(zip(place.keys.tolist(), place.high.tolist(), strict=True))
         return found
 
-    def _origins(self) -> list[tuple[int, dict[str, Any]]]:
+    def _origins(self) -> list[tuple[int, OriginEntry]]:
         """(place in the data flow, entry) of each module whose output some row condemns."""
         inputs: dict[tuple[str, int], list[tuple[str, str, int]]] = defaultdict(list)
         for unit in self._plan.units:
             if unit.key[1].startswith("input"):
                 inputs[unit.key[0], unit.key[2]].append(unit.key)
-        found: dict[str, tuple[int, dict[str, Any]]] = {}
+        found: dict[str, tuple[int, OriginEntry]] = {}
         for p in self.places.values():
             tap, role, call = p.unit.key
             if kind_of(role) != OUTPUT or self._plan.tree.mixing.get(tap) or not inputs[tap, call]:
@@ -334,7 +336,7 @@ class _Estimates:
         inner = {outer for tap in found for outer in enclosing(tap) if outer != tap}
         return sorted((f for tap, f in found.items() if tap not in inner), key=lambda f: f[0])
 
-    def _entry(self, p: _SketchedTensor, rows: list[tuple[int, float]]) -> dict[str, Any]:
+    def _entry(self, p: _SketchedTensor, rows: list[tuple[int, float]]) -> OriginEntry:
         first, most = min(rows, key=lambda r: int(p.keys[r[0]]))
         worst = max(float(p.low[i]) for i, _ in rows)
         limit = p.limits[1].row
