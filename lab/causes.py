@@ -226,8 +226,8 @@ def operator_alone(one: CauseCase, mine: Path) -> tuple[str, list[dict[str, Any]
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import prove
     from vllm_accprobe.opcheck.registry import default_references
+    from vllm_accprobe.opcheck.run.check_calls import Options
     from vllm_accprobe.opcheck.run.pair import Task, check_task
-    from vllm_accprobe.opcheck.run.replay import Options
 
     dump = open_dump(mine)
     calls, references = Calls(dump, model_of(dump.run)), default_references()

@@ -24,7 +24,7 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.floors import output_rows, pooled
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run import pair, replay
+from vllm_accprobe.opcheck.run import check_calls, pair
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 
 MOST = 1e-4
@@ -88,7 +88,7 @@ class Found:
         self._seen.clear()
         self._pools.clear()
         budget = calls.budget()
-        rows, _ = pair.check_task(calls, task, self.references, replay.Options(measured=False, budget=budget))
+        rows, _ = pair.check_task(calls, task, self.references, check_calls.Options(measured=False, budget=budget))
         self.calls += len({(r.step, r.call) for r in rows})
         judged = [r for r in rows if r.status in (PASS, FAIL)]
         for v in self._seen:

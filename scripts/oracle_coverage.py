@@ -27,7 +27,7 @@ from support.prompts import prompts
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import Options, check_tap
+from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
 
 LENGTHS = (37, 21, 64, 9, 90)
 MODELS = ("qwen2", "qwen2-moe", "deepseek-v2", "w8a8", "mamba2", "falcon-h1", "qwen3-next", "lfm2")

@@ -81,14 +81,14 @@ def parse_selection(value: Any) -> ArmSelection:
     on = value.get("on", True)
     if type(on) is not bool:
         raise ArmFileError("on is true or false")
-    for key, said in value.items():
+    for key, item in value.items():
         if key in ("requests", "modules"):
-            if not (isinstance(said, str) or (isinstance(said, list) and all(isinstance(v, str) for v in said))):
+            if not (isinstance(item, str) or (isinstance(item, list) and all(isinstance(v, str) for v in item))):
                 raise ArmFileError(f"{key} is a list of globs")
         elif key == "rows":
-            if not (isinstance(said, Mapping) and all(type(v) in (str, int) for v in said.values())):
+            if not (isinstance(item, Mapping) and all(type(v) in (str, int) for v in item.values())):
                 raise ArmFileError("rows is an object: a request's id, and positions such as '0,31-33'")
-        elif key != "on" and type(said) not in (str, int):
+        elif key != "on" and type(item) not in (str, int):
             raise ArmFileError(f"{key} is a text such as '0-4,7'")
     try:
         found = {key: _READERS[key](value[key]) for key in _KEYS if key in value and key != "on"}

@@ -70,10 +70,10 @@ class Child(subprocess.Popen[str]):
         if ours >= 0:
             os.close(ours)
 
-    def __del__(self, *given: Any) -> None:
+    def __del__(self, *args: Any) -> None:
         if getattr(self, "_ours", -1) >= 0:
             self._let_go()
-        super().__del__(*given)  # type: ignore[misc]  # typeshed does not know it
+        super().__del__(*args)  # type: ignore[misc]  # typeshed does not know it
 
 
 def how_it_ended(process: subprocess.Popen[Any]) -> str:

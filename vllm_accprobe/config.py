@@ -445,7 +445,7 @@ def default_dir(now: datetime | None = None) -> str:
 def _preset(key: str, value: object) -> dict[str, Any]:
     """A preset's settings, parsed. Raises ConfigError."""
     name = _parsed(key, read_choice(tuple(PRESETS)), value)
-    return {field: _PARSERS[field](said) for field, said in PRESETS[name].items()}
+    return {field: _PARSERS[field](text) for field, text in PRESETS[name].items()}
 
 
 def _parser(name: str) -> Callable[[object], Any]:

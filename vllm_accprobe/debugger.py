@@ -125,15 +125,15 @@ def read_settings(
     steps = _numbers("step", step if step is not None else file.get("step"))
     _of_task(block, file.get(block), values, notes, sends is not None)
     ignored = sorted(key for key in file if key in _NO_EFFECT)
-    odd = sorted(key for key in file if key not in _KEYS)
+    other_keys = sorted(key for key in file if key not in _KEYS)
     notes += [f"{', '.join(ignored)} of the config file: no effect here"] if ignored else []
-    notes += [f"{key} of the config file is not known here{nearest(key, tuple(_KEYS))}: ignored" for key in odd]
-    given = ProbeConfig.from_kwargs(**values)
+    notes += [f"{key} of the config file is not known here{nearest(key, tuple(_KEYS))}: ignored" for key in other_keys]
+    probe = ProbeConfig.from_kwargs(**values)
     # What the script leaves open is the environment's, where it has the probe on (`accprobe run -- python script.py`).
     # Inside vLLM those settings are the plugin's: its globs name modules of the whole model, not of the one given here.
     base = ProbeConfig.from_env()
     ours = base.enabled and not os.environ.get(RUN_ID)
-    config = replace(base, **{name: getattr(given, name) for name in values}) if ours else given
+    config = replace(base, **{name: getattr(probe, name) for name in values}) if ours else probe
     return Settings(config, steps, 0 if of_msprobe else 1, of_msprobe, tuple(notes), sends)
 
 
@@ -283,7 +283,7 @@ class PrecisionDebugger:
         self._running = False
         self._settings: Settings = read_settings(*args, **kwargs)
         self._model = model
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._probe: Any = None
         self._sender: Any = None
         self._step = self._settings.first
@@ -413,8 +413,8 @@ class PrecisionDebugger:
             probe.paused = True
 
     def _note(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._printed:
+            self._printed.add(line)
             say(f"PrecisionDebugger: {line}")
 
     def _give_up(self, line: str) -> None:

@@ -36,10 +36,11 @@ def start(root: Path, rank: int, kind: str) -> subprocess.Popen[bytes] | None:
     command = [sys.executable, "-m", "vllm_accprobe.cli", "convert", str(root), "--at-end", "--to", kind]
     command += ["--ranks", str(rank)]
     try:
-        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as said:
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log_file:
             # "/": what lies in the current directory, a stranger's numpy.py perhaps, is not run
             process = subprocess.Popen(
-                command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+                command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
+                start_new_session=True,
             )
     except OSError as why:
         with contextlib.suppress(OSError):

@@ -83,13 +83,13 @@ def get_fx_dump_config(dump_path: str | os.PathLike[str] | None = None, compiler
     return config
 
 
-def _config(given: Any) -> Any:
-    if given is not None:
-        missing = [name for name in ("debug", "dump_config", "fusion_config") if not hasattr(given, name)]
+def _config(value: Any) -> Any:
+    if value is not None:
+        missing = [name for name in ("debug", "dump_config", "fusion_config") if not hasattr(value, name)]
         if missing:
-            kind = type(given).__name__
+            kind = type(value).__name__
             raise ConfigError(f"compiler_config={kind} has no {missing[0]}: give torchair's CompilerConfig")
-        return given
+        return value
     try:
         if "torchair" not in sys.modules and importlib.util.find_spec("torchair") is None:
             import torch_npu  # noqa: F401  # brings torchair under that name

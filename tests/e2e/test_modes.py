@@ -19,7 +19,7 @@ from vllm_accprobe.align.tokens import REJECTED
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import Options, check_tap
+from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
 
 pytestmark = pytest.mark.engine
 ONE, TWO, THREE = prompts(24, 17, 33)

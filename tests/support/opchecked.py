@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.replay import Options, check_tap
+from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 _PLAIN = Options()

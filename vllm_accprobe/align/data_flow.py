@@ -399,8 +399,8 @@ class DataFlow(Generic[P]):
 
 def is_fed(inputs: Sequence[FlowTensor]) -> bool:
     """Whether these are more than what a router said: of experts in compiled graphs only that went in visibly."""
-    said = (is_choice(t.role, "") or is_weight(t.role, "") or is_logits(t.tap, t.role, "") for t in inputs)
-    return not all(said)
+    excluded = (is_choice(t.role, "") or is_weight(t.role, "") or is_logits(t.tap, t.role, "") for t in inputs)
+    return not all(excluded)
 
 
 def _order(t: FlowTensor) -> int:

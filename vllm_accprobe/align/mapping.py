@@ -172,8 +172,8 @@ def parse_mapping(data: Any, origin: str) -> Rules:
     listed = data.get("rules")
     listed = isinstance(listed, list) and any(isinstance(rule, Mapping) for rule in listed)
     ours = isinstance(data.get("rename"), Mapping) or listed
-    if ours and (odd := sorted(set(data) - {"rename", "rules"})):
-        raise MappingError(f"{origin}: {odd[0]!r} beside 'rename' and 'rules' is not known: put patterns into 'rules'")
+    if ours and (bad := sorted(set(data) - {"rename", "rules"})):
+        raise MappingError(f"{origin}: {bad[0]!r} beside 'rename' and 'rules' is not known: put patterns into 'rules'")
     if not set(data) <= {"rename", "rules"}:
         own = tuple(_rule({"mine": k, "golden": v}, f"{origin}: {k}") for k, v in data.items())
         return Rules(origin, (), own, types=_types(data))
@@ -201,8 +201,8 @@ _KEYS = {"mine", "golden", "roles", "join", "dim", "transpose", "alone"}
 
 
 def _rule(spec: Any, where: str) -> TapRule:
-    if isinstance(spec, Mapping) and (odd := sorted(map(str, set(spec) - _KEYS))):
-        raise MappingError(f"{where}: {odd[0]!r} is not known; known are {', '.join(sorted(_KEYS))}")
+    if isinstance(spec, Mapping) and (bad := sorted(map(str, set(spec) - _KEYS))):
+        raise MappingError(f"{where}: {bad[0]!r} is not known; known are {', '.join(sorted(_KEYS))}")
     if not isinstance(spec, Mapping) or "mine" not in spec:
         raise MappingError(f"{where}: expected the keys mine, golden, and perhaps {', '.join(sorted(_KEYS)[1:])}")
     pattern = spec["mine"]

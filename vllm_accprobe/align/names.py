@@ -262,30 +262,30 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     peers = meet(golden, mine, rules)
     if peers is not None:
         found, swapped, lines = peers
-        golden, mine, said = apply(found, golden, mine, swapped)
-        return Bridge(golden, mine, lines + said, foreign=True)
+        golden, mine, notes = apply(found, golden, mine, swapped)
+        return Bridge(golden, mine, lines + notes, foreign=True)
     if rules is not None:
-        golden, mine, said = apply(rules, golden, mine)
-        lines += said or [f"mapping: no rule of {rules.origin} fits any tap"]
+        golden, mine, notes = apply(rules, golden, mine)
+        lines += notes or [f"mapping: no rule of {rules.origin} fits any tap"]
     sides = [vllm_names.engine(d.run, [r.tap for r in first_of_each_site(d.records)]) for d in (golden, mine)]
     foreign = set(sides) == {vllm_names.TRANSFORMERS, vllm_names.VLLM}
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
-        golden, mine, said = apply(vllm_names.RULES, golden, mine, sides[0] == vllm_names.VLLM)
-        lines += said
+        golden, mine, notes = apply(vllm_names.RULES, golden, mine, sides[0] == vllm_names.VLLM)
+        lines += notes
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
-        golden, mine, said = apply(apart[0], golden, mine, apart[1])
-        lines += said
+        golden, mine, notes = apply(apart[0], golden, mine, apart[1])
+        lines += notes
     alone = None if foreign else routed_alone(*map(first_of_each_site, (golden.records, mine.records)))
     if alone is not None:
         rules, swapped, absent = alone
-        golden, mine, said = apply(rules, golden, mine, swapped)
+        golden, mine, notes = apply(rules, golden, mine, swapped)
         golden, mine = (View(d, [r for r in d.records if (r.tap, r.role) not in gone]) for d, gone in (
             (golden, set() if swapped else {(tap, "output.0") for tap in absent}),
             (mine, {(tap, "output.0") for tap in absent} if swapped else set())))  # fmt: skip
-        lines += said
+        lines += notes
         if absent:
             lines.append(f"the routed experts alone on one side: {len(absent)} outputs not compared")
     return Bridge(golden, mine, lines, foreign)

@@ -259,5 +259,5 @@ def _parts(
     if not 0 < q < local or (local - q) % 2:
         return None
     rest = whole - ranks * q
-    replicas, odd = divmod(2 * kv * ranks, rest) if rest > 0 else (0, 1)
-    return None if odd or replicas < 1 or ranks % replicas else ((q, 1), (kv, replicas), (kv, replicas))
+    replicas, remainder = divmod(2 * kv * ranks, rest) if rest > 0 else (0, 1)
+    return None if remainder or replicas < 1 or ranks % replicas else ((q, 1), (kv, replicas), (kv, replicas))

@@ -394,8 +394,8 @@ class SampledHistory:
             if asks is not None and asks.prompt is not None:
                 found: np.ndarray | None = np.array(asks.prompt, np.int64)
             else:
-                held = self._between(req, 0, request.prompt_len)
-                found = None if held is None else np.unique(held)
+                tokens = self._between(req, 0, request.prompt_len)
+                found = None if tokens is None else np.unique(tokens)
             self._prompts[req] = found
         return self._prompts[req]
 
@@ -409,10 +409,10 @@ class SampledHistory:
             return None
         positions, tokens, sure = self._tokens[req]
         first = int(np.searchsorted(positions, start))
-        held = slice(first, first + stop - start)
-        if len(positions) < first + stop - start or positions[first] != start or positions[held][-1] != stop - 1:
+        span = slice(first, first + stop - start)
+        if len(positions) < first + stop - start or positions[first] != start or positions[span][-1] != stop - 1:
             return None
-        return tokens[held] if bool(sure[held].all()) else None
+        return tokens[span] if bool(sure[span].all()) else None
 
     def _read(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """By request: sorted distinct positions, their tokens, and whether all rows say the same."""

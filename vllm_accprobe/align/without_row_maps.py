@@ -43,12 +43,12 @@ _LOOKS = 3
 
 @dataclass(frozen=True)
 class StepTokens(TokenPlan):
-    """The plan of rows where there are none: one for each step that both sides have. said: how steps were paired."""
+    """The plan of rows where there are none: one for each step that both sides have. notes: how steps were paired."""
 
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        return list(self.said)
+        return list(self.notes)
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
         for n, d, w in zip(("golden", "mine"), (golden, mine), without, strict=True)
         if w
     ]
-    said = [f"rows: no row map in {' or '.join(names)}: tensors are compared as wholes, step by step"]
+    lines = [f"rows: no row map in {' or '.join(names)}: tensors are compared as wholes, step by step"]
     shift = f" (golden's {pairs[0][0]} is mine's {pairs[0][1]})" if pairs and pairs[0][0] != pairs[0][1] else ""
-    said.append(f"steps: {len(pairs)} paired by {how}{shift}")
+    lines.append(f"steps: {len(pairs)} paired by {how}{shift}")
     left = [len(s) - len(pairs) for s in steps]
-    said += [f"steps: {n} only in {side}" for side, n in zip(("golden", "mine"), left, strict=True) if n]
+    lines += [f"steps: {n} only in {side}" for side, n in zip(("golden", "mine"), left, strict=True) if n]
     skipped: Counter[str] = Counter()
     notes: list[str] = []
     cell, ranks = _cells(sides)
@@ -118,7 +118,7 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
     of_rank = dict.fromkeys({*golden.ranks, *mine.ranks}, 0)
     names_of: dict[int, tuple[str, int | None]] = dict.fromkeys(ranks, ("", None))
     both = [SideRows(r, of_rank) for r in rows]
-    tokens = StepTokens(both[0], both[1], names_of, [], 0, {}, said=tuple(said))
+    tokens = StepTokens(both[0], both[1], names_of, [], 0, {}, notes=tuple(lines))
     return StepPlan(*sides, RequestPlan([], [], [], []), tokens, cell, +skipped, notes, tuple(pairs))
 
 
@@ -267,13 +267,13 @@ def _match(taps: list[str], names: Names) -> dict[int, Record]:
         for cut in range(len(parts)):
             some = [r for r in names.get(".".join(parts[cut:]), ()) if id(r) not in taken]
             if some:
-                found[i] = _said(some, parts[:cut])
+                found[i] = _of_step_and_rank(some, parts[:cut])
                 taken.add(id(found[i]))
                 break
     return found
 
 
-def _said(records: list[Record], above: list[str]) -> Record:
+def _of_step_and_rank(records: list[Record], above: list[str]) -> Record:
     """Of the records of one name, the one whose step and rank the directories ``above`` say, else the first."""
     for word, number in (m.groups() for part in reversed(above) if (m := _NUMBERED.fullmatch(part))):
         field = "rank" if word == "rank" else "step"
@@ -342,8 +342,8 @@ def _torch_and_atb(torch: Any, other: Any, types: Mapping[str, tuple[str, ...]])
     lines = ["mapping: operators of an ATB graph and modules of a torch model, by their types and order"]
     for taps in _graphs(other.records):
         forest = atb.tree(taps, other.topology)
-        matches, said = atb_torch.atb_to_torch(forest, _modules_of(torch), shapes, types)
-        lines += [s for s in said if s not in lines]
+        matches, text = atb_torch.atb_to_torch(forest, _modules_of(torch), shapes, types)
+        lines += [s for s in text if s not in lines]
         for m in matches:
             sources = tuple(place for s in m.torch if (place := _recorded(s, have)) is not None)
             if m.atb in wanted and len(sources) == len(m.torch) and _comparable(wanted[m.atb], sources, have):

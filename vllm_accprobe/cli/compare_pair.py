@@ -54,7 +54,7 @@ def compare_dumps(
     if sheet is not None:
         places.check_table(sheet, "RESULT.csv", xray.TABLE_COLUMNS[:2], dumps)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
-    out = what.out or (Path(DEFAULT) if home is None else _beside(home))
+    out = what.out or (Path(DEFAULT) if home is None else _rejudged(home))
     if not instead.plan:
         _check_out(out, [*dumps, *judging.floors], rejudge is None)
     rules = engine.find_mapping(judging.op_mapping_file)
@@ -120,7 +120,7 @@ def _compared(
         return replay.replayed(result, request, begun, out, before)
 
 
-def _beside(home: Path) -> Path:
+def _rejudged(home: Path) -> Path:
     """Where a comparison that is judged again goes: never over the first judgement."""
     home = home if home.name else home.resolve()
     return home.with_name(f"{home.name}-rejudged")

@@ -67,7 +67,7 @@ def gentest(what: GentestOptions) -> None:
     from vllm_accprobe.opcheck.kit.bench import load_function
     from vllm_accprobe.opcheck.kit.testgen import write_folder
     from vllm_accprobe.opcheck.registry import default_references
-    from vllm_accprobe.opcheck.run.replay import Options
+    from vllm_accprobe.opcheck.run.check_calls import Options
     from vllm_accprobe.report.text import count
 
     try:

@@ -62,9 +62,9 @@ class ConfigMismatch:
     def says(self) -> str:
         every = 1 < self.of == len(self.taps)
         more = f" and {len(self.taps) - 1} more" if len(self.taps) > 1 and not every else ""
-        built = f"{self.taps[0]}{more} ({self.cls}): {self.name} is {_said(self.built)}"
+        built = f"{self.taps[0]}{more} ({self.cls}): {self.name} is {_value_text(self.built)}"
         rest = f", in all {self.of} such modules" if every else ""
-        return f"{built}, config.json asks for {_said(self.due)} ({self.key}){rest}"
+        return f"{built}, config.json asks for {_value_text(self.due)} ({self.key}){rest}"
 
     @property
     def cause(self) -> dict[str, Any]:
@@ -92,13 +92,13 @@ class BuiltCheck:
     def summary(self) -> str:
         """One line: how many keys hold, and which are not checked."""
         wrong = len({m.key for m in self.mismatches})
-        held = len(self.checked) - wrong
+        right = len(self.checked) - wrong
         left = f"; {len(self.unchecked)} unchecked: {', '.join(sorted(self.unchecked)[:8])}" if self.unchecked else ""
         left += f" and {len(self.unchecked) - 8} more" if len(self.unchecked) > 8 else ""
-        return f"config.json: {held} of {len(self.checked)} keys hold in the modules that were built{left}"
+        return f"config.json: {right} of {len(self.checked)} keys hold in the modules that were built{left}"
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:.9g}" if isinstance(value, float) else str(value)[:120]

@@ -258,8 +258,8 @@ class _Machines:
             raise CompareError("the Ray cluster has no machine with processors")
         self._paths = {(s, *key): str(x.path) for s, side in enumerate(briefing.places) for key, x in side.data.items()}
         probe = ray.remote(_readable)
-        asked = [probe.options(num_cpus=0, scheduling_strategy=self._at(m)).remote(self._paths) for m in machines]
-        self.holds = dict(zip(machines, map(set, ray.get(asked)), strict=True))
+        probes = [probe.options(num_cpus=0, scheduling_strategy=self._at(m)).remote(self._paths) for m in machines]
+        self.holds = dict(zip(machines, map(set, ray.get(probes)), strict=True))
         self._briefing = ray.put(briefing)
         self._workers = [self._hire(m) for m, n in machines.items() for _ in range(n) if self.holds[m]]
         self._running: dict[Any, tuple[int, _Task, _Worker]] = {}
@@ -309,7 +309,7 @@ class _Machines:
 
     def _check(self, task: _Task) -> None:
         files = [self.holds[w.machine] for w in self._workers]
-        if any(task.files <= held for held in files):
+        if any(task.files <= present for present in files):
             return
         most: set[File] = max(files, key=lambda h: len(task.files & h), default=set())
         lacking = [self._paths.get(f, str(f)) for f in sorted(task.files - most)]

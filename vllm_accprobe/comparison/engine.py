@@ -100,7 +100,7 @@ def compare(
         result = result if other is None else notes.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
         blamed = {tap for o in result.origins for tap in taps_of(o)}
-        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, asked=taps is not None)
+        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, requested=taps is not None)
         result = replace(result, spreads=spreads, without_spread=without)
         if finished is not None:
             finished.close(needed=False)
@@ -180,10 +180,10 @@ def find_standard(standard: str | Standard) -> tuple[Standard, NamedStandard | N
     return (found.limits, None) if found.limits is not None else (Standard(), found)
 
 
-def _shelve(unit: MeasuredUnit, shelf: SpillBuffer) -> None:
+def _shelve(unit: MeasuredUnit, buffer: SpillBuffer) -> None:
     for part in unit.parts:
         if part.table is not None:
-            part.table = shelf.keep(part.table)
+            part.table = buffer.keep(part.table)
 
 
 @dataclass
@@ -209,22 +209,22 @@ class _Run:
         missing = [u for u in wanted if u.key not in known]
         sizes = {u.key: unit_bytes(u) for u in wanted} if progress is not None else {}
         total, done = sum(sizes.values()), sum(sizes[k] for k in known if k in sizes)
-        shelf = SpillBuffer(finished.directory if finished is not None else None)
+        buffer = SpillBuffer(finished.directory if finished is not None else None)
         for unit in known.values():
-            _shelve(unit, shelf)
+            _shelve(unit, buffer)
         for batch in self._measured(missing):
             known.update((u.key, u) for u in batch)
             if finished is not None:  # what was not read is measured again in no time
                 finished.add([u for u in batch if any(p.table is not None for p in u.parts)])
             for unit in batch:
-                _shelve(unit, shelf)
+                _shelve(unit, buffer)
             if progress is not None:
                 done += sum(sizes[u.key] for u in batch)
                 progress(done, total)
         units = [known[u.key] for u in wanted]
         for unit in units:
             self._note(unit)
-        return Measured(self._setting(units), units, shelf)
+        return Measured(self._setting(units), units, buffer)
 
     def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
         sides = self.plan.tokens.golden, self.plan.tokens.mine

@@ -216,7 +216,7 @@ class GapFinder:
         self._traces = sorted(flow.tensors, key=lambda t: t.order)
         self._outputs = {t.tap for t in flow.tensors if t.kind == OUTPUT}
         self._inputs = {t.tap for t in flow.tensors if t.kind == INPUT}
-        self._fronts: dict[tuple[Key, bool], _Front] = {}
+        self._walks: dict[tuple[Key, bool], _Front] = {}
 
     def of(self, c: Origin) -> Gap | None:
         """The gap in which ``c`` was made; None where its own operator, or the module that is named, made it."""
@@ -267,8 +267,8 @@ class GapFinder:
         order = {k: i for i, k in enumerate(self.untapped.flow)}
         operators = dict.fromkeys(p[0] for p in sorted(places, key=lambda p: order.get(p, -1)))
         ups = set(enclosing(c.trace.tap))
-        around = sorted({m for m, how, _ in passed if how == LEFT or (how == ENTERED and m in ups)} - operators.keys())
-        return self._after(front.ends, c.trace), (*operators, *around)
+        outer = sorted({m for m, how, _ in passed if how == LEFT or (how == ENTERED and m in ups)} - operators.keys())
+        return self._after(front.ends, c.trace), (*operators, *outer)
 
     def _after(self, ends: Iterable[Key], sink: TensorErrors) -> str:
         known = sorted((self._flow.by_key[k] for k in ends if k in self._flow.by_key), key=lambda t: t.order)
@@ -280,9 +280,9 @@ class GapFinder:
 
     def _front(self, key: Key, vouching: bool = False) -> _Front:
         """vouching: without what may be too large or too small as a whole in front of a norm that has one input."""
-        if (key, vouching) not in self._fronts:
-            self._fronts[key, vouching] = self._walk(key, vouching)
-        return self._fronts[key, vouching]
+        if (key, vouching) not in self._walks:
+            self._walks[key, vouching] = self._walk(key, vouching)
+        return self._walks[key, vouching]
 
     def _walk(self, key: Key, vouching: bool) -> _Front:
         flow = self.untapped.flow
@@ -313,8 +313,8 @@ class GapFinder:
     # --- by the tree -------------------------------------------------------------------------------------------
 
     def _by_tree(self, sink: TensorErrors) -> tuple[str, tuple[str, ...]]:
-        given = [t for t in self._flow.before(sink) if t.kind == OUTPUT and t.order < sink.order]
-        last = max(given, key=lambda t: t.order, default=None)
+        outputs = [t for t in self._flow.before(sink) if t.kind == OUTPUT and t.order < sink.order]
+        last = max(outputs, key=lambda t: t.order, default=None)
         if last is None:
             return "", ()
         return last.tap, tuple(self._between(last.tap, sink.tap))
@@ -364,8 +364,8 @@ def entry_of(
         return {**entry, "gap": None}
     others = [f"{m}: {settings[m]}" for m in gap.contains if m in settings and m != gap.before]
     if others:
-        told = "; ".join(filter(None, (str(entry["setting"]), *others)))
-        entry = {**entry, "setting": told, "shape": "; ".join(filter(None, (str(entry["shape"]), *others)))}
+        text = "; ".join(filter(None, (str(entry["setting"]), *others)))
+        entry = {**entry, "setting": text, "shape": "; ".join(filter(None, (str(entry["shape"]), *others)))}
     role = str(entry["role"])
     role = role if role.startswith(f"{gap.before}/") else f"{gap.before}/{role}"
     return {**entry, "module": gap.module, "class": classes.get(gap.module, ""), "role": role, "gap": gap.plain()}

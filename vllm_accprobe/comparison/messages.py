@@ -29,7 +29,7 @@ def masked(flipped: Sequence[dict[str, Any]]) -> list[str]:
     for f in flipped:
         if f["why"] == near_ties.MASKED:
             sides = [f.get("masked", {}).get(side, []) for side in ("golden", "mine")]
-            ways.setdefault(_mask_said(*sides), []).append(f)
+            ways.setdefault(_mask_text(*sides), []).append(f)
     out = []
     for way, found in ways.items():
         more = f" and {len(found) - 1} more requests" if len(found) > 1 else ""
@@ -38,12 +38,12 @@ def masked(flipped: Sequence[dict[str, Any]]) -> list[str]:
     return out
 
 
-def _mask_said(golden: Sequence[str], mine: Sequence[str]) -> str:
+def _mask_text(golden: Sequence[str], mine: Sequence[str]) -> str:
     only = {"mine": [w for w in mine if w not in golden], "golden": [w for w in golden if w not in mine]}
-    said = [f"by {' and '.join(words)} in {side} only" for side, words in only.items() if words]
-    if not said:
+    parts = [f"by {' and '.join(words)} in {side} only" for side, words in only.items() if words]
+    if not parts:
         return f"logits were masked by {' and '.join(mine)} on both sides, otherwise in mine than in golden"
-    return "logits were masked " + ", ".join(said)
+    return "logits were masked " + ", ".join(parts)
 
 
 def images(setting: ComparisonContext, units: Sequence[MeasuredUnit], pairs: Sequence[Pair]) -> list[str]:

@@ -59,15 +59,15 @@ def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     out += _parameters(plan)
     out += _dtypes(plan)
     out += cache_notes(dumps)
-    if odd := plan.odd_copies():
-        out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
+    if unequal := plan.unequal_copies():
+        out.append(f"{unequal} tensors that all ranks should hold alike differ between the ranks of golden")
     for side, dump in zip(("golden", "mine"), dumps, strict=True):
         out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
         out += [f"{side}: {problem}" for problem in dump.problems]
         for error in dump.errors[:1]:
             first = f"{error.get('where', '?')}: {str(error.get('message', ''))[:200]}"
             out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {first}")
-        out += [f"{side}: {said}" for said in taps_effect(dump.run)]
+        out += [f"{side}: {text}" for text in taps_effect(dump.run)]
     return out
 
 
@@ -103,9 +103,10 @@ def _parameters(plan: Plan) -> list[str]:
     fields = [f for f in SamplingParameters.__dataclass_fields__ if f not in ("digest", "prompt")]
     differ = [f for f in fields if getattr(golden, f) != getattr(mine, f)]
     lists = [f for f in differ if isinstance(getattr(golden, f), tuple) or isinstance(getattr(mine, f), tuple)]
-    said = [f"{f} {getattr(golden, f)} in golden, {getattr(mine, f)} in mine" for f in differ if f not in lists] + lists
+    parts = [f"{f} {getattr(golden, f)} in golden, {getattr(mine, f)} in mine" for f in differ if f not in lists]
+    parts += lists
     more = f", and {len(found) - 1} more requests" if len(found) > 1 else ""
-    what = "; ".join(f.replace("_", " ") for f in said) or "lists too long to be written down"
+    what = "; ".join(f.replace("_", " ") for f in parts) or "lists too long to be written down"
     return [f"request {request.id!r}{more}: other sampling parameters ({what}): flipped tokens are not judged"]
 
 
@@ -198,8 +199,8 @@ def other_values(golden: Dump, mine: Dump) -> dict[str, list[Differs]]:
         ]
         if other:
             found[tap] = other
-    said = {tap: _once(tap, other, found) for tap, other in found.items()}
-    return {tap: other for tap, other in said.items() if other}
+    sentences = {tap: _once(tap, other, found) for tap, other in found.items()}
+    return {tap: other for tap, other in sentences.items() if other}
 
 
 def _once(tap: str, other: list[Differs], found: Mapping[str, list[Differs]]) -> list[Differs]:
@@ -226,24 +227,24 @@ def with_constants(
             places[p.tap] = min(order, p.order), same and (p.identical or not p.role.startswith(("output", "inplace")))
     known = {str(o["module"]): o for _, o in origins}
     found = list(origins)
-    for tap, said in settings.items():
+    for tap, text in settings.items():
         near = _nearest(tap, places)
         stands = tap if tap in known else next((t for t in near if t in known and tap.startswith(t + ".")), None)
         if stands is not None:
-            said = said if stands == tap else f"{tap}: {said}"
-            known[stands] |= {"setting": said, "cause": cause(said)}
+            text = text if stands == tap else f"{tap}: {text}"
+            known[stands] |= {"setting": text, "cause": cause(text)}
             continue
         if all(places[t][1] for t in near):  # nothing was compared there, or it computes the same
             continue
         entry: dict[str, Any] = dict.fromkeys(_NOTHING)
         entry |= {"module": tap, "class": classes.get(tap, ""), "role": SETTING, "evidence": "values", "rows": 0,
-                  "nonfinite": 0, "shape": "", "setting": said, "cause": cause(said)}  # fmt: skip
+                  "nonfinite": 0, "shape": "", "setting": text, "cause": cause(text)}  # fmt: skip
         found.append((min(places[t][0] for t in near), cast("OriginEntry", entry)))
     return found
 
 
-def cause(said: str) -> dict[str, Any]:
-    return {"kind": SETTING, "sentence": said}
+def cause(text: str) -> dict[str, Any]:
+    return {"kind": SETTING, "sentence": text}
 
 
 def with_effects(result: Comparison, effects: Mapping[str, Mapping[str, Any]]) -> Comparison:
@@ -256,12 +257,12 @@ def with_effects(result: Comparison, effects: Mapping[str, Mapping[str, Any]]) -
         if found is None or found.get("matters") is None or not isinstance(other, Mapping) or other["kind"] != SETTING:
             origins.append(o)
             continue
-        said, matters = str(other["sentence"]), bool(found["matters"])
+        text, matters = str(other["sentence"]), bool(found["matters"])
         how = f"with golden's value its outputs move by {found['times']:.2g} times what rounding allows (replay)"
         if not matters and o.get("role") == SETTING:
-            notes.append(f"replay: {o['module']}: {said}, which does not matter here: {how}")
+            notes.append(f"replay: {o['module']}: {text}, which does not matter here: {how}")
             continue
-        origins.append({**o, "cause": {**other, "sentence": f"{said}; {how}", "matters": matters}})
+        origins.append({**o, "cause": {**other, "sentence": f"{text}; {how}", "matters": matters}})
     if len(origins) == len(result.origins):
         return replace(result, origins=origins)
     open_ = origins or wrong_weights(result.weights) or any(p.status == FAIL for p in result.pairs)
@@ -275,8 +276,8 @@ def _nearest(tap: str, places: Mapping[str, Any]) -> list[str]:
         return [tap]
     if inside := [t for t in places if t.startswith(tap + ".")]:
         return inside
-    around = [t for t in places if tap.startswith(t + ".")]
-    return [max(around, key=len)] if around else []
+    enclosing = [t for t in places if tap.startswith(t + ".")]
+    return [max(enclosing, key=len)] if enclosing else []
 
 
 def _attributes(dump: Dump) -> dict[str, Mapping[str, Any]]:
@@ -335,12 +336,12 @@ def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
 def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> list[str]:
     """Modules that were built with other constants, which nothing that was compared can show. settings:
     notes.differing's; origins: the taps whose constants are origins."""
-    left = {tap: said for tap, said in settings.items() if tap not in origins}
+    left = {tap: text for tap, text in settings.items() if tap not in origins}
     if not left:
         return []
-    first, said = next(iter(left.items()))
+    first, text = next(iter(left.items()))
     which = "1 module was" if len(left) == 1 else f"{len(left)} modules were, each,"
-    return [f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"]
+    return [f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {text}"]
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
@@ -352,13 +353,13 @@ def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
     weights = setting.weights.get("compared", 0) or setting.weights.get("told", 0)
     wrong = findings(setting.states, "mine")
     steps = max((int(one.get("steps", 0)) for one in mine.values()), default=0)
-    said = [f"mine's ledger of states ({steps:,} steps)"] if mine else ["mine's ledger of states"] if wrong else []
-    said += [f"{weights:,} weights"] if weights else []
+    lines = [f"mine's ledger of states ({steps:,} steps)"] if mine else ["mine's ledger of states"] if wrong else []
+    lines += [f"{weights:,} weights"] if weights else []
     found = wrong or wrong_weights(setting.weights)
-    if not said or (captured and not found):
+    if not lines or (captured and not found):
         return ""
     because = why.removeprefix("nothing could be compared: ")
-    return f"no tensors were compared ({because}): this is about " + " and ".join(said)
+    return f"no tensors were compared ({because}): this is about " + " and ".join(lines)
 
 
 def apply(result: Comparison, standard: NamedStandard) -> Comparison:
@@ -367,19 +368,19 @@ def apply(result: Comparison, standard: NamedStandard) -> Comparison:
     if rule is None:
         raise ValueError(f"{name} has no rule for pairs")
     cells, pairs = [], []
-    said: Counter[str] = Counter()
+    tally: Counter[str] = Counter()
     for pair in result.pairs:
         row, changed, word = _judged(pair, name, rule)
-        said[word] += 1
+        tally[word] += 1
         cells.append(row)
         pairs.append(changed)
     verdicts = any(p.status == FAIL for p in pairs)
     own = result.verdict.upper()
-    if said[NO_VERDICT] and not said[ERROR] and not said[PASS]:
+    if tally[NO_VERDICT] and not tally[ERROR] and not tally[PASS]:
         note = f"standard '{name}' has no verdict of its own: the status is accprobe's"
         verdict = result.verdict
     else:
-        counts = ", ".join(f"{said[w]} {w}" for w in (ERROR, WARNING, PASS) if said[w])
+        counts = ", ".join(f"{tally[w]} {w}" for w in (ERROR, WARNING, PASS) if tally[w])
         note = f"status and verdict by the rules of '{name}' ({counts}); accprobe's own verdict is {own}"
         verdict = FAIL if verdicts else PASS
     if rule.needs_kl:

@@ -281,13 +281,13 @@ BINS, COLUMNS, POSITIONS = 48, 256, 128
 
 def take_spreads(
     plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = (),
-    *, asked: bool = False,
+    *, requested: bool = False,
 ) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
     """(spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``; how
-    many of such pairs have none, by reason). asked: these taps were requested, so that outputs which pass and are not
-    identical have one, too."""
+    many of such pairs have none, by reason). requested: the user chose these taps, so that outputs which pass and are
+    not identical have one, too."""
     units = {u.key: u for u in plan.units}
-    chosen, left_out = _pairs_to_spread(pairs, origins, asked)
+    chosen, left_out = _pairs_to_spread(pairs, origins, requested)
     left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
     out = []
     for i in chosen:
@@ -302,8 +302,10 @@ def take_spreads(
     return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
 
 
-def _pairs_to_spread(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
-    """The failed pairs, the origins' before the others, then the origins' others, then, where ``asked``, all others;
+def _pairs_to_spread(
+    pairs: Sequence[Pair], origins: Collection[str], requested: bool
+) -> tuple[list[int], Counter[str]]:
+    """The failed pairs, the origins' before the others, then the origins' others, where ``requested``, all others;
     the largest error over its limit first. And what is beyond `MAX_PAIRS`."""
 
     def place(i: int) -> tuple[bool, bool, float]:
@@ -312,7 +314,7 @@ def _pairs_to_spread(pairs: Sequence[Pair], origins: Collection[str], asked: boo
         return p.status != FAIL, p.tap not in origins, -(error / p.limit if p.limit else error)
 
     def passes(p: Pair) -> bool:  # of an input that passes no row is kept
-        return asked and p.status == PASS and not p.identical and not p.role.startswith("input")
+        return requested and p.status == PASS and not p.identical and not p.role.startswith("input")
 
     wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins or passes(p))]
     left_out: Counter[str] = Counter()

@@ -376,9 +376,9 @@ def _position_fault(
 
 def _how(got: np.ndarray, due: np.ndarray, one: _Got, all_due: np.ndarray, step: int) -> str:
     """What these positions are instead: another stretch's of the request, shifted, one number."""
-    first = f"{_said(got[0])}, where {_said(due[0])} is due"
+    first = f"{_position_text(got[0])}, where {_position_text(due[0])} is due"
     if len(got) > 1 and (got == got[0]).all():
-        return f"all are {_said(got[0])}, where {_said(due[0])} and on are due"
+        return f"all are {_position_text(got[0])}, where {_position_text(due[0])} and on are due"
     order = np.argsort(one.at, kind="stable")
     known, places = all_due[order], one.at[order]
     _, unique = np.unique(places, return_index=True)
@@ -396,7 +396,7 @@ def _how(got: np.ndarray, due: np.ndarray, one: _Got, all_due: np.ndarray, step:
     return first
 
 
-def _said(position: np.ndarray) -> str:
+def _position_text(position: np.ndarray) -> str:
     numbers = sorted(set(position.tolist()))
     return str(numbers[0]) if len(numbers) == 1 else "(" + ", ".join(map(str, position.tolist())) + ")"
 
@@ -768,14 +768,14 @@ def is_runners(found: StateFinding) -> bool:
     return found.kind == METADATA or (found.kind == STALE and found.how.startswith(_WRITTEN))
 
 
-def ledger_sentence(dump: Any, rank: int, found: StateFinding, said: str) -> str:
+def ledger_sentence(dump: Any, rank: int, found: StateFinding, text: str) -> str:
     """``said``, the ledger's own sentence, with the chunk where its rows are known."""
     numbers = [req for (on, req), r in dump.requests.items() if on == rank and r.id == found.request]
     if found.low is None or len(numbers) != 1:
-        return said
+        return text
     steps = _Steps(dump)
     chunk = steps.place(rank, numbers[0], found.high if found.high is not None else found.low, found.step)[2]
-    return f"{said} ({chunk})" if chunk else said
+    return f"{text} ({chunk})" if chunk else text
 
 
 _INPUTS = re.compile(r"^(?:.*/)?input\.(positions|position_ids|input_ids)$")
@@ -860,10 +860,10 @@ def _of_runner(dump: Any, rank: int, found: StateFinding) -> dict[str, Any]:
     """What a finding of the ledger says more where its numbers are the runner's."""
     if not is_runners(found):
         return {}
-    said = ledger_sentence(dump, rank, found, sentence(found))
+    text = ledger_sentence(dump, rank, found, sentence(found))
     parameter = {"request": found.request, "first": found.low, "last": found.high, "step": found.step}
-    cause = {"family": "input", "text": f"the runner: {said}", "parameter": parameter, "residual": 0.0, "chance": None}
-    return {"sentence": said, "cause": cause}
+    cause = {"family": "input", "text": f"the runner: {text}", "parameter": parameter, "residual": 0.0, "chance": None}
+    return {"sentence": text, "cause": cause}
 
 
 def whose(found: Mapping[str, Any]) -> str:
@@ -952,9 +952,9 @@ def notes(states: Mapping[str, Any]) -> list[str]:
     """What is said before the verdict: a golden with a wrong cache is none, and what both runs do is no difference."""
     found = findings(states, "golden")
     what = "RUNNER" if found and found[0].get("cause") else "OWN CACHE"
-    said = [f"GOLDEN'S {what} WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
+    lines = [f"GOLDEN'S {what} WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
     if both := [one for one in _all(states, "mine") if one.get("both")]:
         more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
         of = "runner" if both[0].get("cause") else "cache"
-        said.append(f"in both runs, and so no difference between them: the {of}: {both[0]['sentence']}{more}")
-    return said
+        lines.append(f"in both runs, and so no difference between them: the {of}: {both[0]['sentence']}{more}")
+    return lines

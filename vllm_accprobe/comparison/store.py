@@ -141,9 +141,9 @@ class StoredArrays:
             self._rows[name] = self._known.setdefault((keys.tobytes(), decode.tobytes()), made)
         return self._rows[name]
 
-    def units(self, said: Sequence[Any]) -> list[MeasuredUnit]:
+    def units(self, packed: Sequence[Any]) -> list[MeasuredUnit]:
         units = []
-        for head, plain, arrays, columns in said:
+        for head, plain, arrays, columns in packed:
             named = zip(PLAIN, plain, strict=bool(plain))
             values = [[_tuple(v) for v in c] if name in TUPLES else c for name, c in named]
             made = []
@@ -182,8 +182,8 @@ LAYOUT = " ".join(["4", *PLAIN, *TABLES, "|", *UNIT])
 
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
     pools = ArrayPools()
-    said = pools.units(units)
-    return frame({"units": said, "ends": pools.ends}, b"".join(a.tobytes() for k in POOLS for a in pools.arrays[k]))
+    packed = pools.units(units)
+    return frame({"units": packed, "ends": pools.ends}, b"".join(a.tobytes() for k in POOLS for a in pools.arrays[k]))
 
 
 def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> list[MeasuredUnit]:
@@ -248,14 +248,14 @@ def save(measured: Measured, directory: Path) -> Path:
         "untapped": s.untapped.plain(),
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
-    units = [said for u in measured.each() for said in out.units([u])]
+    units = [packed for u in measured.each() for packed in out.units([u])]
     text = json.dumps({"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain)
     path = directory / MEASURED
-    shelf = measured.shelf
+    buffer = measured.shelf
     with whole(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         with archive.open("meta.npy", "w", force_zip64=True) as member:
             np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
-        out.write(archive, shelf.rest if shelf is not None else lambda: None)
+        out.write(archive, buffer.rest if buffer is not None else lambda: None)
     return path
 
 

@@ -90,9 +90,9 @@ def numbers(rows: Sequence[int] | np.ndarray) -> str:
             stretches[-1][1] = n
         else:
             stretches.append([n, n])
-    said = [str(a) if a == b else f"{a}-{b}" for a, b in stretches]
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in stretches]
     left = sum(b - a + 1 for a, b in stretches[_LISTED:])
-    return ", ".join(said[:_LISTED]) + (f" and {left} more" if left else "")
+    return ", ".join(parts[:_LISTED]) + (f" and {left} more" if left else "")
 
 
 def by_keys(
@@ -110,21 +110,21 @@ def by_keys(
     at = _places(right, mine, due, bad)
     found = at >= 0
     chance = min(1.0, float(len(right)) * 2.0**-32) ** max(min(int(found.sum()), 30), 1) if found.any() else None
-    said = _said(bad, at, due, names, whose)
+    answer = _described(bad, at, due, names, whose)
     if (
-        said is not None
+        answer is not None
         and len(bad) > 1
         and (np.sort(mine[bad]) == np.sort(right[due[bad]])).all()
-        and "exchanged" not in said[1]
+        and "exchanged" not in answer[1]
     ):
         if (mine[bad] == right[due[bad]][::-1]).all():
-            said = f"{names(bad)} are in reverse order", {}
-        elif "block" not in said[1] and len(_runs(bad, at)) > 2:
-            said = f"{names(bad)} are {whose}'s in another order", {}
-    if said is None:
+            answer = f"{names(bad)} are in reverse order", {}
+        elif "block" not in answer[1] and len(_runs(bad, at)) > 2:
+            answer = f"{names(bad)} are {whose}'s in another order", {}
+    if answer is None:
         return RowsFound(UNKNOWN, f"{names(bad)} differ, and no other place in {whose} has them", {"rows": len(bad)},
                          rows=len(bad))  # fmt: skip
-    text, parameter = said
+    text, parameter = answer
     return RowsFound(
         ADDRESS, text, {"rows": len(bad), "elsewhere": int(found.sum()), **parameter}, 0.0, chance, len(bad)
     )
@@ -160,7 +160,7 @@ def _runs(bad: np.ndarray, at: np.ndarray) -> list[Run]:
     return out
 
 
-def _said(
+def _described(
     bad: np.ndarray, at: np.ndarray, due: np.ndarray, names: Names, whose: str
 ) -> tuple[str, dict[str, Any]] | None:
     runs, nowhere = _runs(bad, at), bad[at < 0]
@@ -169,7 +169,7 @@ def _said(
     rest = f"; {names(nowhere)} differ and stand nowhere in {whose}" if len(nowhere) else ""
     exchanged = _exchanged(runs, due)
     if exchanged is not None and not len(nowhere):
-        return _exchange_said(exchanged, names)
+        return _exchange_text(exchanged, names)
     if not len(nowhere) and (half := _interleaved(bad, at, due)) is not None:
         return half
     places = np.unique(at[at >= 0])
@@ -221,7 +221,7 @@ def _exchanged(runs: list[Run], due: np.ndarray) -> list[tuple[Run, Run]] | None
     return out if len({b.first - a.first for a, b in out}) == 1 else None
 
 
-def _exchange_said(pairs: list[tuple[Run, Run]], names: Names) -> tuple[str, dict[str, Any]]:
+def _exchange_text(pairs: list[tuple[Run, Run]], names: Names) -> tuple[str, dict[str, Any]]:
     a, b = (np.concatenate([np.arange(p[i].first, p[i].last + 1) for p in pairs]) for i in (0, 1))
     first, second = names(a), names(b)
     head, _, of = first.partition(" of ")
@@ -374,9 +374,9 @@ def _row_factors(x: np.ndarray, y: np.ndarray, what: str, whose: str) -> _Found 
         return None
     f = _factors(x, y)
     if f is not None and (rest := _rest(y, f[:, None] * x)) <= _EXACT:
-        said = f"{what}are {whose}'s times a factor of each row ({f.min():.4g} to {f.max():.4g})"
-        said += ": another row's scale, or none"
-        return FACTOR, said, {"least": float(f.min()), "most": float(f.max())}, rest, None
+        text = f"{what}are {whose}'s times a factor of each row ({f.min():.4g} to {f.max():.4g})"
+        text += ": another row's scale, or none"
+        return FACTOR, text, {"least": float(f.min()), "most": float(f.max())}, rest, None
     return None
 
 
@@ -500,7 +500,7 @@ def _names(pieces: Sequence[tuple[int, WeightPrint | None, int]], ranks: int) ->
     """A function that names rows that are numbered over all pieces. pieces: (rank, print, rows)."""
     ends = np.cumsum([n for _, _, n in pieces])
 
-    def said(rows: np.ndarray) -> str:
+    def text_of(rows: np.ndarray) -> str:
         out = []
         for i, (rank, p, n) in enumerate(pieces):
             own = rows[(rows >= ends[i] - n) & (rows < ends[i])] - (ends[i] - n)
@@ -515,7 +515,7 @@ def _names(pieces: Sequence[tuple[int, WeightPrint | None, int]], ranks: int) ->
             out.append(f"rank {rank}'s {what}" if ranks > 1 else what)
         return " and ".join(out)
 
-    return said
+    return text_of
 
 
 def _dtypes(states: Mapping[int, State]) -> set[str]:
@@ -574,10 +574,10 @@ class _Prints:
             g, m = (s.given or s.lies if (s := side.get(rank)) is not None else None for side in (golden, mine))
             if g is None or m is None or g.order == m.order or g.shape != m.shape or g.dtype != m.dtype:
                 continue
-            held = [(r, p) for r, s in golden.items() if (p := s.given or s.lies) is not None and p.order == m.order]
-            if held:
-                text = f"rank {rank}'s part is that of golden's rank {held[0][0]}"
-                return RowsFound(ADDRESS, text, {"rank": rank, "of": held[0][0]}, 0.0, 2.0**-64, m.count)
+            same = [(r, p) for r, s in golden.items() if (p := s.given or s.lies) is not None and p.order == m.order]
+            if same:
+                text = f"rank {rank}'s part is that of golden's rank {same[0][0]}"
+                return RowsFound(ADDRESS, text, {"rank": rank, "of": same[0][0]}, 0.0, 2.0**-64, m.count)
             x, y = g.sums(), m.sums()
             if x is not None and y is not None:
                 return by_keys(x, y, np.arange(len(y)), _names([(rank, m, len(y))], len(mine)))
@@ -602,7 +602,7 @@ class _Prints:
                 return RowsFound(ADDRESS, text, {"place": f"{found[0][1]}.{found[0][2]}"}, 0.0, 2.0**-64, p.count)
         return None
 
-    def _elsewhere(self, keys: np.ndarray, said: str, p: WeightPrint, name: Name, number: int) -> RowsFound | None:
+    def _elsewhere(self, keys: np.ndarray, prefix: str, p: WeightPrint, name: Name, number: int) -> RowsFound | None:
         """Most of some rows in another tensor of golden's with rows of that width."""
         best: tuple[int, Name, int] = (0, name, 0)
         for (_, n), at in self.sides[0].at.items():
@@ -624,7 +624,7 @@ class _Prints:
         if best[0] < max(1, 0.9 * len(keys)):
             return None
         n, (tap, param), first = best
-        text = f"{said} stand{'s' * (n == 1)} in golden's {tap}.{param}, from row {first} on"
+        text = f"{prefix} stand{'s' * (n == 1)} in golden's {tap}.{param}, from row {first} on"
         return RowsFound(ADDRESS, text, {"place": f"{tap}.{param}", "first": first}, 0.0, None, len(keys))
 
 
@@ -722,7 +722,7 @@ def _of_ranks(pieces: Sequence[tuple[int, Any]], count: int, prints: _Prints, un
 
     dues = [(rank, found[0]) for rank, found in pieces if found is not None]
 
-    def said(rows: np.ndarray) -> str:
+    def text_of(rows: np.ndarray) -> str:
         out = []
         for rank, due in dues:
             own = np.flatnonzero(np.isin(due, rows))
@@ -735,7 +735,7 @@ def _of_ranks(pieces: Sequence[tuple[int, Any]], count: int, prints: _Prints, un
                 out.append(f"rank {rank}'s {what}")
         return " and ".join(out)
 
-    return said
+    return text_of
 
 
 # --- all -------------------------------------------------------------------------------------------------------------
@@ -823,10 +823,10 @@ def with_causes(origins: Iterable[OriginEntry], weights: Mapping[str, Any]) -> l
 
 def place_notes(weights: Mapping[str, Any], most: int = 3) -> list[str]:
     """Sentences on wrong weights that no finding of a fingerprint says already."""
-    said = {(f["module"], f["parameter"]) for f in weights.get("findings") or [] if f.get("cause")}
+    explained = {(f["module"], f["parameter"]) for f in weights.get("findings") or [] if f.get("cause")}
     out: dict[str, list[str]] = defaultdict(list)
     for p in weights.get("places") or []:
-        if (p["module"], p["parameter"]) not in said:
+        if (p["module"], p["parameter"]) not in explained:
             out[p["cause"]["text"]].append(f"{p['module']}.{p['parameter']}")
     lines = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {text}" for text, names in out.items()]
     left = [f"{len(lines) - most} more such sentences: compare.json, weights.places"] if lines[most:] else []

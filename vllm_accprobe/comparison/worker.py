@@ -72,15 +72,15 @@ class Station:
         self._dumps = tuple(_open(side) for side in briefing.places)
         golden, mine = self._dumps
         self._measurer = UnitMeasurer((golden, mine), Indices(briefing.rows), briefing.cache, kl=briefing.kl)
-        self._said = [len(d.unread) for d in self._dumps]
+        self._reported = [len(d.unread) for d in self._dumps]
 
     def answer(self, units: Sequence[Unit]) -> bytes:
         try:
             found = store.pack([self._measurer.measure(u) for u in units])
         except DumpError as error:
             return store.frame({"error": str(error)})
-        fresh = [d.unread[n:] for d, n in zip(self._dumps, self._said, strict=True)]
-        self._said = [len(d.unread) for d in self._dumps]
+        fresh = [d.unread[n:] for d, n in zip(self._dumps, self._reported, strict=True)]
+        self._reported = [len(d.unread) for d in self._dumps]
         return found + store.frame({"unread": fresh})
 
 

@@ -760,10 +760,10 @@ def to_json(proof: TapProof) -> dict[str, Any]:
 
 
 def _run(ran: TapRunResult) -> dict[str, Any]:
-    said, parting = ran.outcome, ran.parting
-    figures = None if said is None else said.figures() | {
-        "answers": differs(ran.same_answers), "rows": said.root.rows, "rows_behind_a_token": said.behind,
-        "same_batches": said.batches,
+    outcome, parting = ran.outcome, ran.parting
+    figures = None if outcome is None else outcome.figures() | {
+        "answers": differs(ran.same_answers), "rows": outcome.root.rows, "rows_behind_a_token": outcome.behind,
+        "same_batches": outcome.batches,
     }  # fmt: skip
     return {
         "name": ran.name, "dump": ran.place, "seconds": round(ran.seconds, 1), "set": ran.graphs.get("set"),

@@ -64,7 +64,7 @@ def locate(label: Label, roots: Sequence[Path]) -> tuple[Path | None, str]:
         return (found[0], "") if found else (None, "its file lies outside the directories that were named")
     if found:
         return found[0], ""
-    places = _once([(root, front) for root in roots for front in _fronts(root, wanted)], wanted)
+    places = _once([(root, front) for root in roots for front in _parents(root, wanted)], wanted)
     process = str(label.pid)
     for named in (lambda part: label.task and part == label.task, lambda part: part.split("_")[-1] == process):
         if chosen := [p for p in places if any(map(named, p[1].parts))]:
@@ -111,7 +111,7 @@ def _of_execution(label: Label, places: Sequence[tuple[Path, Path]], wanted: Pur
     return _spelled(root / front, wanted), ""
 
 
-def _fronts(root: Path, wanted: PurePosixPath) -> Iterator[Path]:
+def _parents(root: Path, wanted: PurePosixPath) -> Iterator[Path]:
     """Directories below ``root``, relative to it, in which ``wanted`` continues; breadth first, links not followed."""
     level, seen = [Path()], 0
     for _ in range(_DEPTH):

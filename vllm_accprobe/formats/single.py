@@ -44,14 +44,14 @@ def add(dump: ForeignDump, item: FileTensor, file: str, tap: str, *, alone: bool
     if item.problem:
         dump.unreadable(item.problem, tap if alone else ".".join(filter(None, (tap, item.key))))
         return
-    if (said := key_place(item.key)) is not None:
+    if (named := key_place(item.key)) is not None:
         of_file = RANK_FILE.fullmatch(Path(file).stem)
-        rank = said.rank if said.rank is not None else int(of_file[1]) if of_file else 0
-        if said.role != VALUE:
+        rank = named.rank if named.rank is not None else int(of_file[1]) if of_file else 0
+        if named.role != VALUE:
             dump.run.pop(INDEPENDENT, None)
         dump.add(
-            Tensor(f"{file}:{item.key}", said.tap, said.role, item.dtype, item.shape, item.read, step=said.step or 0,
-                   rank=rank, call=said.call)
+            Tensor(f"{file}:{item.key}", named.tap, named.role, item.dtype, item.shape, item.read, step=named.step or 0,
+                   rank=rank, call=named.call)
         )  # fmt: skip
         return
     key = "" if alone else item.key

@@ -517,7 +517,7 @@ def _by_index(value: Any, first: int = 0) -> dict[int, Item]:
 
 def _predictions(results: Path) -> dict[int, Item]:
     """By index; empty where the folder of predictions is not next to that of results. Raises OSError, SamplesError."""
-    whole = _beside(results, RESULTS)
+    whole = _mirrored(results, RESULTS)
     found: dict[int, Item] = {}
     if whole != results:
         for part in [whole] if whole.is_file() else _parts(whole):
@@ -533,7 +533,7 @@ def _parts(whole: Path) -> list[Path]:
     return out
 
 
-def _beside(path: Path, folder: str) -> Path:
+def _mirrored(path: Path, folder: str) -> Path:
     """The path in predictions/ that matches one in ``folder``; ``path`` itself where it does not lie there."""
     parts = list(path.parts)
     if folder not in parts:
@@ -559,7 +559,7 @@ class Documents:
             f.seek(start)
             item = parse(bounded_line(f, path).strip().removeprefix(_BOM))
         shape = next(shape for shape in SHAPES if shape.fits(item))
-        other = _beside(path, shape.mirrors)
+        other = _mirrored(path, shape.mirrors)
         for _, raw in _lines(other) if other != path and other.is_file() else ():
             try:
                 found = parse(raw)

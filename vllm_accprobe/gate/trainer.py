@@ -101,19 +101,19 @@ def read(path: Path, names: Sequence[str] = (*TRAINER, *ROLLOUT)) -> Trained:
 
 
 def _line(value: dict[str, Any], number: int, names: Sequence[str]) -> TrainerLine | str:
-    said = _list(value, names, float)
+    numbers = _list(value, names, float)
     prompt, answer, whole = (_list(value, known, int) for known in (PROMPT, ANSWER, WHOLE))
-    if said is None or (prompt is None and whole is None):
+    if numbers is None or (prompt is None and whole is None):
         return NO_LISTS
     if prompt is not None and answer is not None:
         ids = [int(i) for i in (*prompt, *answer)]
         start = len(prompt)
     else:
         ids = [int(i) for i in whole or ()]
-        start = min(max(len(ids) - len(said), 0), len(ids))
+        start = min(max(len(ids) - len(numbers), 0), len(ids))
         if (n := _number(value, ANSWERED)) is not None:
             start = max(len(ids) - n, 0)
-    logprobs = _aligned(said, len(ids), len(ids) - start)
+    logprobs = _aligned(numbers, len(ids), len(ids) - start)
     if logprobs is None:
         return NO_FIT
     kept = _kept(value, len(ids), start)
@@ -165,9 +165,9 @@ def _number(value: dict[str, Any], names: Sequence[str]) -> int | None:
     return None
 
 
-def _aligned(said: list[Any], n: int, answered: int) -> list[float | None] | None:
+def _aligned(numbers: list[Any], n: int, answered: int) -> list[float | None] | None:
     """One for each of n tokens: as many as tokens, one less (from the second on), or the answer's."""
-    values: list[float | None] = [None if v is None else float(v) for v in said]
+    values: list[float | None] = [None if v is None else float(v) for v in numbers]
     if len(values) not in (n, n - 1, answered):
         return None
     nothing: list[float | None] = [None] * (n - len(values))

@@ -341,9 +341,9 @@ class _Estimates:
         worst = max(float(p.low[i]) for i, _ in rows)
         limit = p.limits[1].row
         request, position = self._plan.tokens.name(int(p.keys[first]))
-        said = f"{ESTIMATED}: an error of {p.low[first]:.3g} to {p.high[first]:.3g}, about {p.estimate[first]:.3g}"
+        text = f"{ESTIMATED}: an error of {p.low[first]:.3g} to {p.high[first]:.3g}, about {p.estimate[first]:.3g}"
         if p.spoilt[first]:
-            said = f"{ESTIMATED}: NaN or infinity in mine only"
+            text = f"{ESTIMATED}: NaN or infinity in mine only"
         size = float(p.low[first]) if not p.spoilt[first] else math.inf
         tap, role, _ = p.unit.key
         return {
@@ -351,7 +351,7 @@ class _Estimates:
             "phase": self._phase(p, first), "created": size, "propagated": most, "floor": limit,
             "evidence": "values" if p.spoilt[first] else "jump", "tier": BEYOND_CHANCE,
             "times": worst / limit if limit and math.isfinite(worst) else None, "chance": None, "layers": None,
-            "rows": len(rows), "worst": worst, "nonfinite": 0, "shape": said, "setting": "", "cause": None, "gap": None,
+            "rows": len(rows), "worst": worst, "nonfinite": 0, "shape": text, "setting": "", "cause": None, "gap": None,
         }  # fmt: skip
 
     def _phase(self, p: _SketchedTensor, row: int) -> str | None:
@@ -381,16 +381,16 @@ class _Estimates:
         norm = p.sides[0].norm[at]
         total = np.nansum(norm**2)
         wrong = bool(spoilt) or bool((p.low[at] > limit).any())
-        said = f"{ESTIMATED}: {len(at)} rows, the worst {p.low[worst]:.3g} to {p.high[worst]:.3g}"
+        text = f"{ESTIMATED}: {len(at)} rows, the worst {p.low[worst]:.3g} to {p.high[worst]:.3g}"
         if spoilt:
-            said = f"{ESTIMATED}: NaN or infinity in {spoilt} rows of mine only"
+            text = f"{ESTIMATED}: NaN or infinity in {spoilt} rows of mine only"
         request, position = self._plan.tokens.name(int(p.keys[worst]))
         rel = math.sqrt(float(np.nansum((p.estimate[at] * norm) ** 2)) / total) if total > 0 else 0.0
         return Pair(
             golden=first.name, mine=mine.name, step=mine.step, rank=mine.rank if len(p.groups) else None,
             dtype_golden=first.dtype, dtype_mine=mine.dtype, shape=(len(at), p.width), rel_l2=rel,
             worst_row_rel_l2=float(p.estimate[at].max()), nonfinite_mismatch=spoilt, status=FAIL if wrong else PASS,
-            message=said, tap=unit.key[0], cls=unit.cls, role=unit.key[1], call=unit.key[2], order=unit.order,
+            message=text, tap=unit.key[0], cls=unit.cls, role=unit.key[1], call=unit.key[2], order=unit.order,
             rule=unit.rule, rows=len(at), phase=self._phase(p, worst), worst_request=request, worst_position=position,
             limit=limit, measure="row_rel_l2", measured=float(p.low[worst]), allowed=limit,
         )  # fmt: skip
@@ -425,9 +425,9 @@ class _Estimates:
         skipped.subtract(freed)
         skipped.update(self.skipped)
         failed = [p for p in pairs if p.status == FAIL and p.message.startswith(ESTIMATED)]
-        said = [f"sketches: {self.count:,} rows of tensors are {ESTIMATED}, {len(failed):,} pairs beyond their limits"]
+        lines = [f"sketches: {self.count:,} rows of tensors are {ESTIMATED}, {len(failed):,} pairs beyond their limits"]
         return replace(
-            result, pairs=pairs, origins=entries, notes=[*notes, *(said if self.count else ()), *result.notes],
+            result, pairs=pairs, origins=entries, notes=[*notes, *(lines if self.count else ()), *result.notes],
             verdict=FAIL if failed or origins else result.verdict,
             coverage={**result.coverage, "skipped": {k: n for k, n in skipped.items() if n > 0}},
             first_divergence=result.first_divergence or first_divergence(pairs),

@@ -45,8 +45,8 @@ class HistoryLine:
     limit: float | None = None
 
 
-def history(folder: Path, said: Callable[[str], None] = lambda line: None) -> list[HistoryLine]:
-    """Of all packs in a folder and the folders in it, model by model. said: gets a line for each comparison. Raises
+def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -> list[HistoryLine]:
+    """Of all packs in a folder and the folders in it, model by model. progress: gets a line for each comparison. Raises
     DumpError where there is none."""
     packs = sorted(p for p in folder.rglob(f"*{ENDING}") if is_pack(p)) if folder.is_dir() else []
     if not packs:
@@ -64,7 +64,7 @@ def history(folder: Path, said: Callable[[str], None] = lambda line: None) -> li
         before: Path | None = None
         for _, path, about in sorted(of, key=lambda p: p[0]):
             if before is not None:
-                said(f"{before.name} and {path.name}")
+                progress(f"{before.name} and {path.name}")
             lines.append(_line(folder, before, path, about))
             before = path
     return lines

@@ -235,7 +235,7 @@ _Call = tuple[int, int, str, int]
 
 
 @dataclass
-class _Held:
+class _KeptCall:
     """One call's tensors, and its rows. cost: bytes of one row of what no other tensor of the step has."""
 
     records: list[Record]
@@ -260,7 +260,7 @@ class _Packing:
         self.left_out: Counter[str] = Counter()
         self.entire: list[Record] = []
         """What is kept with all of its rows."""
-        self.calls: dict[_Call, _Held] = {}
+        self.calls: dict[_Call, _KeptCall] = {}
         self._sort_records()
 
     # --- rows ----------------------------------------------------------------------------------------------------
@@ -310,31 +310,31 @@ class _Packing:
                 found[r.rank, r.step, r.tap, r.call].append(r)
         first: dict[tuple[int, int | None, str], tuple[int, str]] = {}
         for call, records in found.items():
-            held = self.calls[call] = _Held(records, is_outer(call[2]))
+            kept = self.calls[call] = _KeptCall(records, is_outer(call[2]))
             for r in records:
                 maker = first.setdefault((r.rank, r.step, r.hash or f"{r.seq}"), (r.seq, r.role))
-                held.cost += row_bytes(r) if maker == (r.seq, r.role) else 0
+                kept.cost += row_bytes(r) if maker == (r.seq, r.role) else 0
         self.partly = False
         """Whether some calls have no full row: all rows are then sketched, of which these have."""
         self.row_bytes = self._row_bytes()
         usual = np.median([h.cost for h in self.calls.values() if h.outer and h.cost] or [0])
-        for held in self.calls.values():
-            held.outer = held.outer and bool(held.cost <= _WIDE * usual)
+        for kept in self.calls.values():
+            kept.outer = kept.outer and bool(kept.cost <= _WIDE * usual)
 
     def _row_bytes(self) -> int:
         """Of one row of every tensor of text, as many ranks as there are."""
         most: dict[tuple[int, str, int], int] = {}
-        for (rank, _, tap, call), held in self.calls.items():
-            if not (held.records[0].rows or "").startswith("vision"):
-                most[rank, tap, call] = max(most.get((rank, tap, call), 0), held.cost)
+        for (rank, _, tap, call), kept in self.calls.items():
+            if not (kept.records[0].rows or "").startswith("vision"):
+                most[rank, tap, call] = max(most.get((rank, tap, call), 0), kept.cost)
         return sum(most.values())
 
     @cached_property
     def _where(self) -> dict[int, list[_Call]]:
         """Calls by the key of a wanted row that they have."""
         spaces: dict[tuple[int, int, str], list[_Call]] = defaultdict(list)
-        for call, held in self.calls.items():
-            spaces[call[0], call[1], held.records[0].rows or ""].append(call)
+        for call, kept in self.calls.items():
+            spaces[call[0], call[1], kept.records[0].rows or ""].append(call)
         wanted = set(self.wanted)
         found: dict[int, list[_Call]] = defaultdict(list)
         for space, calls in spaces.items():
@@ -350,19 +350,19 @@ class _Packing:
         cost: Counter[str] = Counter()
         outer: dict[str, bool] = {}
         seen: set[tuple[int, str, int]] = set()
-        for (rank, _, tap, call), held in self.calls.items():
-            if (rank, tap, call) not in seen and not (held.records[0].rows or "").startswith("vision"):
+        for (rank, _, tap, call), kept in self.calls.items():
+            if (rank, tap, call) not in seen and not (kept.records[0].rows or "").startswith("vision"):
                 seen.add((rank, tap, call))
-                cost[kind_of_tap(tap)] += held.cost + _LINE * len(held.records)
-                outer[kind_of_tap(tap)] = held.outer
+                cost[kind_of_tap(tap)] += kept.cost + _LINE * len(kept.records)
+                outer[kind_of_tap(tap)] = kept.outer
         return first_kinds(cost, outer, room)
 
     def _choose(self, room: int) -> set[int]:
         """Puts rows into the calls that `members` writes, at most ``room`` bytes of them; returns the keys of all rows
         that some call has. All calls that have any have the same: a judge that sees a module's output and not the
         module's inside in that row would take what came in for what the module did."""
-        for held in self.calls.values():
-            held.rows = set()
+        for kept in self.calls.values():
+            kept.rows = set()
         self.left_out[BUDGET] = 0
         images, spent = self._images(int(room * IMAGE_SHARE))
         room -= spent
@@ -378,8 +378,8 @@ class _Packing:
                 continue
             room -= cost
             full.add(key)
-            for held in calls:
-                held.rows.add(key)
+            for kept in calls:
+                kept.rows.add(key)
             beyond += len(self._where[key]) - len(calls)
         self.left_out[BUDGET] += beyond
         return full | images
@@ -387,10 +387,10 @@ class _Packing:
     def _images(self, room: int) -> tuple[set[int], int]:
         """(rows of images, their bytes): of each the first, the last and some drawn, or as many of these as fit; in all
         calls or in none. They come before those of text, which would leave nothing."""
-        spaces: dict[tuple[int, int, str], list[_Held]] = defaultdict(list)
-        for call, held in self.calls.items():
-            if (held.records[0].rows or "").startswith("vision"):
-                spaces[call[0], call[1], held.records[0].rows or ""].append(held)
+        spaces: dict[tuple[int, int, str], list[_KeptCall]] = defaultdict(list)
+        for call, kept in self.calls.items():
+            if (kept.records[0].rows or "").startswith("vision"):
+                spaces[call[0], call[1], kept.records[0].rows or ""].append(kept)
         found: set[int] = set()
         left = room
         for space, calls in spaces.items():
@@ -406,8 +406,8 @@ class _Packing:
                 if cost <= left:
                     left -= cost
                     found |= keys
-                    for held in calls:
-                        held.rows = set(keys)
+                    for kept in calls:
+                        kept.rows = set(keys)
                     break
             else:
                 self.left_out[BUDGET] += len(keys) * len(calls)
@@ -537,15 +537,15 @@ class _Packing:
             if r.rank == rank:
                 add(r, self.dump.read(r).tobytes(), r.rows, r.shape[r.row_dim])
         shown = {(tap, role, call) for (on, _, tap, call), h in self.calls.items() if h.rows for role in _roles(h)}
-        for (on, step, _, call), held in self.calls.items():
+        for (on, step, _, call), kept in self.calls.items():
             if on != rank:
                 continue
-            for r in held.records:
-                if held.rows:
+            for r in kept.records:
+                if kept.rows:
                     assert r.rows is not None
                     keys = self.keys[on, step, r.rows]
                     assert keys is not None
-                    at = np.flatnonzero(np.isin(keys.keys, np.fromiter(held.rows, np.int64)) & keys.keep)
+                    at = np.flatnonzero(np.isin(keys.keys, np.fromiter(kept.rows, np.int64)) & keys.keep)
                     if not len(at):
                         continue
                     name = self._space(rank, step, r.rows, at, spaces)
@@ -570,8 +570,8 @@ class _Packing:
         return new
 
 
-def _roles(held: _Held) -> set[str]:
-    return {r.role for r in held.records}
+def _roles(kept: _KeptCall) -> set[str]:
+    return {r.role for r in kept.records}
 
 
 def _packed(data: bytes) -> bytes:
@@ -696,8 +696,8 @@ class _Sketches:
     def _full(self) -> dict[str, np.ndarray]:
         """By matrix: the keys of rows that all of its places have in full."""
         by_place: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for (_, _, tap, call), held in self._packing.calls.items():
-            by_place[tap, call] |= held.rows
+        for (_, _, tap, call), kept in self._packing.calls.items():
+            by_place[tap, call] |= kept.rows
         shared: dict[str, set[int]] = {}
         for unit, name in self._units:
             own = by_place[unit.key[0], unit.key[2]]

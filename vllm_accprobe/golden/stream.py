@@ -258,7 +258,7 @@ class _StreamRun:
         self._check_stopped()
         self._session = session = self._recording.session
         session.flatten = self._flatten
-        said = override(session.sink, "line", _drop) if begun is not None else _drop  # the journal has these lines
+        restore = override(session.sink, "line", _drop) if begun is not None else _drop  # the journal has these lines
         taps = Taps(session, self._outside)
         stack.callback(taps.remove)
         taps.attach(self._model, language_path(self._model))
@@ -273,7 +273,7 @@ class _StreamRun:
         for path, module in self._model.named_modules():
             if not f"{path}.".startswith(inside):
                 parameters.layer(path, module)
-        said()
+        restore()
         for path, module in self._blocks.modules.items():
             stack.callback(override(module, "forward", self._block(path, module.forward)))
         if begun is None:
@@ -477,13 +477,13 @@ class _StreamRun:
                 if number == len(self._prompts):
                     self._prompts.append(_Prompt(self._rows_of(number)))
                 prompt = self._prompts[number]
-                given = self._pass(prompt, prompt.rows.length - prompt.rows.first)
+                outputs = self._pass(prompt, prompt.rows.length - prompt.rows.first)
                 self._check_stopped()
                 if not self._loaded:
                     raise CommandError(f"{type(self._model).__name__} called no further block for prompt {number}")
-                self._complete = given is not None
+                self._complete = outputs is not None
                 if self._complete:
-                    replies.append(self._scored(prompt, given))
+                    replies.append(self._scored(prompt, outputs))
             path = self._loaded
             self._free()
             self._order.append(path)
@@ -517,10 +517,10 @@ class _StreamRun:
 
     # Log-probabilities.
 
-    def _scored(self, prompt: _Prompt, given: Any) -> dict[str, Any]:
+    def _scored(self, prompt: _Prompt, outputs: Any) -> dict[str, Any]:
         """`TOP` and the next token's log-probability at each position, in the words of a Reply."""
         ids, first = self._ids[prompt.rows.number], prompt.rows.first
-        logits = getattr(given, "logits", None)
+        logits = getattr(outputs, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
             return {}
         parts = [(logits.shape[1], logits)] if not self._chunked else [(len(ids) - first, logits)]

@@ -40,8 +40,8 @@ def rounded_once(value: Tensor, dtype: Any) -> Tensor:
     nearest = value.float()
     back = nearest.double()
     bits = nearest.view(torch.int32) - (back.abs() > value.abs()).int()  # towards zero
-    odd = (bits | (back != value).int()).view(torch.float32)
-    return torch.where(torch.isfinite(nearest), odd, nearest).to(dtype)
+    to_odd = (bits | (back != value).int()).view(torch.float32)
+    return torch.where(torch.isfinite(nearest), to_odd, nearest).to(dtype)
 
 
 def host(tensor: Tensor) -> Tensor:

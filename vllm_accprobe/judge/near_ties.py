@@ -42,19 +42,19 @@ def in_front_of(tap: str, choosing: str) -> bool:
 def choices_first(units: Iterable[Any]) -> Iterator[Any]:
     """``units`` (measured.MeasuredUnit, in order of the flow), each tap's chosen experts before their weights: a row
     that was sent elsewhere at a near tie has other weights, which need not be near."""
-    held: list[Any] = []
+    waiting: list[Any] = []
     for unit in units:
-        if held and held[0].key[0] != unit.key[0]:
-            yield from held
-            held = []
+        if waiting and waiting[0].key[0] != unit.key[0]:
+            yield from waiting
+            waiting = []
         if is_weight(unit.key[1], unit.cls):
-            held.append(unit)
+            waiting.append(unit)
             continue
         yield unit
         if is_choice(unit.key[1], unit.cls):
-            yield from held
-            held = []
-    yield from held
+            yield from waiting
+            waiting = []
+    yield from waiting
 
 
 @dataclass(frozen=True)
@@ -187,19 +187,19 @@ class Rerouted:
         self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[TensorErrors]
     ) -> tuple[np.ndarray, np.ndarray]:
         """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`."""
-        said = Choices.of(found, len(keys), rounding)
+        choices = Choices.of(found, len(keys), rounding)
         near = self.near_ties(keys, unit, traces)
         before = self.after(keys)
-        self.unruled += int((said.unruled & near & ~before).sum())
-        self.unknown += int((said.unknown & ~before).sum())
-        self.wrong += int(said.wrong.sum())
-        return (near & ~said.unknown | said.tie) & ~said.wrong, said.wrong
+        self.unruled += int((choices.unruled & near & ~before).sum())
+        self.unknown += int((choices.unknown & ~before).sum())
+        self.wrong += int(choices.wrong.sum())
+        return (near & ~choices.unknown | choices.tie) & ~choices.wrong, choices.wrong
 
     def undecided(self, keys: np.ndarray, found: np.ndarray, rounding: float, near: np.ndarray) -> np.ndarray:
         """bool [len(keys)]: rows that rounding alone may have sent to other experts. found: what undecided
         says of them; near: whether their logits differ by no more than the limit."""
-        said = Choices.of(found, len(keys), rounding)
-        return ~said.unknown & (near | said.tie)
+        choices = Choices.of(found, len(keys), rounding)
+        return ~choices.unknown & (near | choices.tie)
 
     def near_ties(self, keys: np.ndarray, unit: Any, traces: Sequence[TensorErrors]) -> np.ndarray:
         """bool [len(keys)]: rows where what the router read differs, but by no more than its limit allows."""
@@ -408,10 +408,10 @@ class RequestedRow:
         where = "in golden: " if side == 0 and found else ""
         if why in (PROCESSED, GOLDEN_PROCESSED):
             words = " and ".join(self.processors[side])
-            told = found or "equal logits and parameters, and golden's processors left others"
+            text = found or "equal logits and parameters, and golden's processors left others"
             if not found and self.untouched == (False, True):
-                told = "golden's mask or processors change the best logits, and mine's are as the model gave them"
-            return f"logits processor{f': {words}' if words else ''}", where + told
+                text = "golden's mask or processors change the best logits, and mine's are as the model gave them"
+            return f"logits processor{f': {words}' if words else ''}", where + text
         if found:
             return "", where + found
         known = self.same_parameters and self.seeded and self.same_logits
@@ -431,12 +431,12 @@ def judge_flip(
     flip: Flip,
     logits_agree: bool | None,
     masks: tuple[Masking, Masking] = (NOTHING, NOTHING),
-    asked: RequestedRow = NOT_ASKED,
+    requested: RequestedRow = NOT_ASKED,
 ) -> str:
     """One of NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED,
     OTHERWISE. golden, mine: the best logits as the model gave them. logits_agree: within limits, None where not
     compared."""
-    by_request = asked.verdict(masks)
+    by_request = requested.verdict(masks)
     if by_request in FAILED or (by_request is not None and logits_agree is not False):
         return by_request
     if golden is None or mine is None:
@@ -480,7 +480,7 @@ def flip_entry(
     mine: Best | None,
     why: str,
     masks: tuple[Masking, Masking] = (NOTHING, NOTHING),
-    said: str = "",
+    text: str = "",
 ) -> dict[str, Any]:
     """An entry of compare.json's ``tokens.flipped``; with ``masked``, both sides' words, where something was masked,
     and ``says``, what a sampler or a processor did wrong."""
@@ -494,4 +494,4 @@ def flip_entry(
         "mine_margin": mine.margin if mine else None,
         "why": why,
     }
-    return entry | ({"masked": masked} if masked else {}) | ({"says": said} if said else {})
+    return entry | ({"masked": masked} if masked else {}) | ({"says": text} if text else {})

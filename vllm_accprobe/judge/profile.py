@@ -97,11 +97,11 @@ def lines(habits: Iterable[Habit]) -> list[str]:
     groups: dict[tuple[str, str], list[Habit]] = {}
     for h in habits:
         groups.setdefault((h.operator, h.dtype), []).append(h)
-    said = []
+    out = []
     for (operator, dtype), mine in groups.items():
         parts = "; ".join(h.words + _price(h.price, dtype) for h in sorted(mine, key=lambda h: -h.price))
-        said.append(f"{operator}, {dtype}: {parts}")
-    return said
+        out.append(f"{operator}, {dtype}: {parts}")
+    return out
 
 
 def _price(price: float, dtype: str) -> str:

@@ -160,14 +160,14 @@ def _forbidden(row: LogitsRow, asks: schema.SamplingParameters, width: int) -> n
     if asks.min_tokens > row.generated:
         out[[t for t in asks.stop if t < width]] = True
     if asks.bad_words:
-        said = _said(row).tolist()
+        counted = _generated(row).tolist()
         for *before, last in asks.bad_words:
-            if last < width and len(before) <= len(said) and said[len(said) - len(before) :] == before:
+            if last < width and len(before) <= len(counted) and counted[len(counted) - len(before) :] == before:
                 out[last] = True
     return out
 
 
-def _said(row: LogitsRow) -> np.ndarray:
+def _generated(row: LogitsRow) -> np.ndarray:
     if row.output is None:
         raise Unknown("not all tokens that its request had generated are in the dump")
     return row.output
@@ -175,8 +175,8 @@ def _said(row: LogitsRow) -> np.ndarray:
 
 def _penalised(z: np.ndarray, row: LogitsRow, asks: schema.SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
     """(z, what adds to the size of its roundings)"""
-    said = _said(row)
-    counts = np.bincount(said[said < len(z)], minlength=len(z)).astype(np.float64)
+    counted = _generated(row)
+    counts = np.bincount(counted[counted < len(z)], minlength=len(z)).astype(np.float64)
     size = np.abs(z)
     if asks.repetition != 1.0:
         if row.prompt is None:
@@ -310,10 +310,10 @@ class _Check:
         if not words and _other_past(row):
             ways = (((schema.PENALTIES,), OTHER_PAST),)
             words = ways[0][0]
-        told = wrong[0][1]
+        text = wrong[0][1]
         if not words:
-            told = f"what reached it does not follow from the model's logits by its request's parameters: {told}"
-        return self._token(RowCheck(WRONG, UNKNOWN, told, processors=words, best=best, ways=ways))
+            text = f"what reached it does not follow from the model's logits by its request's parameters: {text}"
+        return self._token(RowCheck(WRONG, UNKNOWN, text, processors=words, best=best, ways=ways))
 
     def _best(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self.z is None or not self.row.whole:
@@ -353,11 +353,11 @@ class _Check:
             behind = float(z[best] - z[token])
             if behind <= bound[best] + bound[token]:
                 return replace(found, token=RIGHT, should=token)
-            told = f"greedy, and token {token} is {behind:.3g} behind the best, {best}"
-            blamed = self._blamed(found, told, best) if row.left is None else None
+            text = f"greedy, and token {token} is {behind:.3g} behind the best, {best}"
+            blamed = self._blamed(found, text, best) if row.left is None else None
             if blamed is not None:
                 return blamed
-            return replace(found, token=WRONG, why_token=told, should=best)
+            return replace(found, token=WRONG, why_token=text, should=best)
         if row.left is None:
             return replace(found, token=UNKNOWN, why_token=self.why or NO_LOGITS)
         values, ids = row.left
@@ -367,8 +367,8 @@ class _Check:
             return replace(found, token=RIGHT, should=token)
         best = int(ids[0])
         far = f"{behind:.3g} behind" if np.isfinite(behind) else "not among the best: behind"
-        told = f"greedy, and token {token} is {far} what was left as best, {best}"
-        return replace(found, token=WRONG, why_token=told, should=best)
+        text = f"greedy, and token {token} is {far} what was left as best, {best}"
+        return replace(found, token=WRONG, why_token=text, should=best)
 
     def _drawn(self, found: RowCheck, asks: schema.SamplingParameters, token: int) -> RowCheck:
         z = self.z
@@ -379,8 +379,8 @@ class _Check:
             blamed = self._blamed(found, f"token {token} may not be taken", best)
             if blamed is not None:
                 return blamed
-            told = f"token {token} is none of the {int(may.sum())} that {filters(asks)} keep"
-            return replace(found, token=WRONG, should=best, why_token=told)
+            text = f"token {token} is none of the {int(may.sum())} that {filters(asks)} keep"
+            return replace(found, token=WRONG, should=best, why_token=text)
         if asks.seed is None or self.row.draw is None:
             return replace(found, token=RIGHT, should=token)
         should = drawn(z, asks, self.row)
@@ -392,16 +392,16 @@ class _Check:
         if blamed is not None:
             return blamed
         nth = f"draw {self.row.generated + 1} of seed {asks.seed} by {filters(asks)}"
-        told = f"{nth} is token {should}, not {token}"
-        return replace(found, token=WRONG, why_token=told, should=should)
+        text = f"{nth} is token {should}, not {token}"
+        return replace(found, token=WRONG, why_token=text, should=should)
 
-    def _blamed(self, found: RowCheck, told: str, should: int) -> RowCheck | None:
+    def _blamed(self, found: RowCheck, text: str, should: int) -> RowCheck | None:
         """The processors, where a wrong way of theirs gives the token, and what was seen of what they left."""
         ways = explained(self.row, token=True) if self.row.asks is not None and self.row.asks.processors else ()
         if not ways:
             return None
         return replace(found, left=WRONG, token=UNKNOWN, processors=ways[0][0], ways=ways, should=should,
-                       why_left=told, why_token="it was taken from wrong logits")  # fmt: skip
+                       why_left=text, why_token="it was taken from wrong logits")  # fmt: skip
 
 
 def commonest(ways: Iterable[Sequence[Way]]) -> Way:
@@ -432,11 +432,11 @@ def drawn(z: np.ndarray, asks: schema.SamplingParameters, row: LogitsRow) -> int
 
 
 def filters(asks: schema.SamplingParameters) -> str:
-    said = [f"temperature {asks.temperature:.3g}"]
-    said += [f"top-k {asks.top_k}"] if asks.top_k > 0 else []
-    said += [f"top-p {asks.top_p:.3g}"] if asks.top_p < 1.0 else []
-    said += [f"min-p {asks.min_p:.3g}"] if asks.min_p > 0.0 else []
-    return ", ".join(said)
+    parts = [f"temperature {asks.temperature:.3g}"]
+    parts += [f"top-k {asks.top_k}"] if asks.top_k > 0 else []
+    parts += [f"top-p {asks.top_p:.3g}"] if asks.top_p < 1.0 else []
+    parts += [f"min-p {asks.min_p:.3g}"] if asks.min_p > 0.0 else []
+    return ", ".join(parts)
 
 
 def deviations(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> list[tuple[int, str]]:
@@ -464,8 +464,8 @@ def deviations(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> list[tuple[i
     out[at] = False
     with np.errstate(invalid="ignore"):
         more = np.flatnonzero(out & (z - 2.0 * bound - SAMPLER_ROUND * np.abs(z) > last))
-    said = "token {}, whose logit should be {:.5g}, was not among the best that were left"
-    return found + [(int(t), said.format(int(t), float(z[t]))) for t in more[np.argsort(-z[more])]]
+    text = "token {}, whose logit should be {:.5g}, was not among the best that were left"
+    return found + [(int(t), text.format(int(t), float(z[t]))) for t in more[np.argsort(-z[more])]]
 
 
 def _scope(row: LogitsRow, wrong: set[int], width: int) -> tuple[str, ...]:
@@ -550,16 +550,16 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
     active = asks.processors
     theirs = [other for other, _ in row.others if other.digest != asks.digest]
     if schema.PENALTIES in active:
-        said = (schema.PENALTIES,)
+        settings = (schema.PENALTIES,)
         if row.output is not None and len(row.output):
-            yield said, "as if nothing had been generated yet", replace(row, output=_NOTHING)
-            yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
+            yield settings, "as if nothing had been generated yet", replace(row, output=_NOTHING)
+            yield settings, "as without the last token that was generated", replace(row, output=row.output[:-1])
         own = row.prompt
         if own is not None and asks.repetition != 1.0:
-            yield said, "as if the prompt did not count", replace(row, prompt=_NOTHING)
+            yield settings, "as if the prompt did not count", replace(row, prompt=_NOTHING)
         prompts = [p for _, p in row.others if p is not None and own is not None and not np.array_equal(p, own)]
         for prompt in prompts if asks.repetition != 1.0 else ():
-            yield said, "as if another request's prompt were its own", replace(row, prompt=prompt)
+            yield settings, "as if another request's prompt were its own", replace(row, prompt=prompt)
     without: Sequence[tuple[str, dict[str, object]]] = (
         (schema.PENALTIES, {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}),
         (schema.BIAS, {"bias": ()}),

@@ -50,9 +50,9 @@ def sentence(rows: RowFacts | None, columns: np.ndarray | None, attrs: Mapping[s
     parts = []
     factor = None
     if columns is not None and columns.shape[1] > 1:
-        said, slope = _columns(columns, attrs, tail)
-        parts.append(said)
-        factor = slope if said else None
+        text, slope = _columns(columns, attrs, tail)
+        parts.append(text)
+        factor = slope if text else None
     if rows is not None and len(rows.made):
         narrow = bool(parts and parts[0])
         bad = bad_rows(rows.made, c.BAD_PART_NARROW if narrow else c.BAD_PART)
@@ -323,16 +323,16 @@ def _candidates(rows: GraphRows) -> Iterator[tuple[np.ndarray, int, Condition]]:
     some = 0 < len(which) < len(sizes)
     at = np.isin(rows.size, which)
     if some:
-        said = f"only in steps replayed at {_sizes(which)}"
-        yield at, math.comb(len(sizes), len(which)), Condition("size", said, which)
+        text = f"only in steps replayed at {_sizes(which)}"
+        yield at, math.comb(len(sizes), len(which)), Condition("size", text, which)
     found = _paddings(rows, padded & rows.bad)
     yield padded, 1, Condition("padding", f"only in steps with padding{_nobodys(found)}", (), found)
     for size in sizes:
         here = padded & (rows.size == size)
         if (here & rows.bad).any():
             found = _paddings(rows, here & rows.bad)
-            said = f"only in steps replayed at size {size} with padding{_nobodys(found)}"
-            yield here, len(sizes), Condition("size and padding", said, (int(size),), found)
+            text = f"only in steps replayed at size {size} with padding{_nobodys(found)}"
+            yield here, len(sizes), Condition("size and padding", text, (int(size),), found)
 
 
 def _fit(rows: GraphRows, mask: np.ndarray, alike: int, mixing: bool) -> float | None:
@@ -393,10 +393,10 @@ def _nobodys(found: Sequence[tuple[int, int]]) -> str:
     if not found:
         return ""
     if len(found) <= c.FEW_LISTED:
-        said = [f"{p} of {s}" for p, s in found]
+        parts = [f"{p} of {s}" for p, s in found]
     else:
-        said = [f"{min(p for p, _ in found)} to {max(p for p, _ in found)} of up to {max(s for _, s in found)}"]
-    return f" ({_and(said)} rows are nobody's)"
+        parts = [f"{min(p for p, _ in found)} to {max(p for p, _ in found)} of up to {max(s for _, s in found)}"]
+    return f" ({_and(parts)} rows are nobody's)"
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -458,15 +458,15 @@ def entry(condition: Condition | None, place: InPiece | None, padding: str = "")
     nobody's, where it is known."""
     if condition is None and place is None:
         return None
-    said = condition.sentence if condition is not None else ""
+    text = condition.sentence if condition is not None else ""
     if place is not None:
-        said = f"{said} ({place.sentence})" if said else f"in {place.sentence}".replace("in it", "it")
+        text = f"{text} ({place.sentence})" if text else f"in {place.sentence}".replace("in it", "it")
     if padding and condition is not None and condition.padded:
-        said += f"; {padding}"
+        text += f"; {padding}"
     else:
         padding = ""
     return {
-        "sentence": said,
+        "sentence": text,
         "condition": condition.kind if condition is not None else None,
         "sizes": list(condition.sizes) if condition is not None else [],
         "padding": [list(pair) for pair in condition.padded] if condition is not None else [],

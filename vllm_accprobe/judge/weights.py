@@ -358,20 +358,20 @@ def _scale(place: Place, state: State, when: str, make: Make) -> Iterator[Weight
 def _packing(
     place: Place, state: State, history: list[State], event: journal.WeightEvent, when: str, make: Make
 ) -> Iterator[WeightFault]:
-    given, lies = state.given, state.lies
-    packed = lies if lies is not None and lies is not given else None
-    if given is not None and packed is not None and given.dtype == packed.dtype and given.dtype in _FLOATS:
-        pair = exchanged(given, packed)
-        if given.order == packed.order and given.shape == packed.shape:
+    loaded, lies = state.given, state.lies
+    packed = lies if lies is not None and lies is not loaded else None
+    if loaded is not None and packed is not None and loaded.dtype == packed.dtype and loaded.dtype in _FLOATS:
+        pair = exchanged(loaded, packed)
+        if loaded.order == packed.order and loaded.shape == packed.shape:
             pass
-        elif given.bag != packed.bag:
+        elif loaded.bag != packed.bag:
             if "scale" not in place[2]:
-                rows = named(packed, _rows(given, packed))
+                rows = named(packed, _rows(loaded, packed))
                 says = f"was changed by packing at {when}: not only the order of its elements"
                 yield make(VALUE, place, rows, says)
         elif pair is not None or packed.undone not in ("", "unknown"):
             what = f"{named_pair(packed, pair)} were exchanged" if pair else "elements changed places"
-            rows = named(packed, _rows(given, packed))
+            rows = named(packed, _rows(loaded, packed))
             yield make(EXCHANGED, place, rows, f"was packed wrong at {when}: {what}")
     yield from _again(place, state, history, when, make)
 
@@ -391,8 +391,8 @@ def _again(place: Place, state: State, history: list[State], when: str, make: Ma
 
 
 def _slot(side: WeightHistory, place: Place, state: State, make: Make) -> Iterator[WeightFault]:
-    given, slot = state.forms.get(journal.GIVEN), state.forms.get(journal.SLOT)
-    if given is None or slot is None or given.bag == slot.bag:
+    loaded, slot = state.forms.get(journal.GIVEN), state.forms.get(journal.SLOT)
+    if loaded is None or slot is None or loaded.bag == slot.bag:
         return
     rank, event = place[0], state.event
     before = [s for s in side.states[place] if s.event.slot == event.slot and s.event.number < event.number]

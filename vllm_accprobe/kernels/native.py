@@ -50,12 +50,12 @@ class Loops:
         self._call, self._keep = call, keep
         self._own = threading.local()
 
-    def rows(self, *given: Any) -> None:
-        *sides, out, eps, elements = given
+    def rows(self, *args: Any) -> None:
+        *sides, out, eps, elements = args
         self._run("rows", sides, out, int(out[0, 0]), eps, elements)
 
-    def structure(self, *given: Any) -> None:
-        *sides, sums = given
+    def structure(self, *args: Any) -> None:
+        *sides, sums = args
         self._run("structure", sides, sums, sums.shape[1], 0.0, sums)
 
     def _run(self, name: str, sides: list[Any], out: np.ndarray, width: int, eps: float, elements: np.ndarray) -> None:

@@ -177,11 +177,11 @@ class _ByNumba:
     def __init__(self, loops: Any):
         self._loops = loops
 
-    def rows(self, *given: Any) -> None:
-        self._loops.rows(*given, *_buffers(int(given[8][0, 0])))
+    def rows(self, *args: Any) -> None:
+        self._loops.rows(*args, *_buffers(int(args[8][0, 0])))
 
-    def structure(self, *given: Any) -> None:
-        self._loops.structure(*given, *_buffers(given[8].shape[1])[:2])
+    def structure(self, *args: Any) -> None:
+        self._loops.structure(*args, *_buffers(args[8].shape[1])[:2])
 
 
 def _buffers(width: int) -> list[np.ndarray]:

@@ -59,7 +59,8 @@ def add_rows(
         *sides, table, total, g_bits, m_bits = arrays
         start, rows, size, done, large, eps = values[5:11]
         every = builder.mul(rows, size)
-        ahead = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in ((g_bits, values[13]), (m_bits, values[15]))]
+        strides = (g_bits, values[13]), (m_bits, values[15])
+        next_loads = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in strides]
 
         def places(row: Any, of: Sequence[Any]) -> list[Any]:
             """Where the row begins in each array and in the table."""
@@ -73,7 +74,7 @@ def add_rows(
                     with _Counted(builder, rows, 1, begin) as loop:
                         *both, d, r, line = places(loop.at, sides)
                         at = builder.mul(loop.at, size)
-                        following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in ahead]
+                        following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in next_loads]
                         wide = _spread(builder, eps)
                         found, loop.following = _sums(builder, both, d, r, size, wide, loop.sums, following, all_seen)
                         _take_in(builder, builder.gep(line, [ir.Constant(_WORD, 1)]), found, (5, 6))
@@ -121,11 +122,12 @@ class _Counted:
 
 
 def _sums(
-    builder: Any, both: Sequence[Any], q: Any, rel: Any, size: Any, eps: Any, elements: Any, ahead: Any, all_seen: bool
+    builder: Any, both: Sequence[Any], q: Any, rel: Any, size: Any, eps: Any, elements: Any, next_loads: Any,
+    all_seen: bool,
 ) -> tuple[Any, Any]:
     """Of one row: (sums of g*g, m*m, g*m, d*d, |d|, the largest |d| and |d| / |g|; elements with those of the row)."""
     with _Counted(builder, size, LANES, [*[_ZERO] * 7, *elements]) as loop:
-        for bits, width in ahead:
+        for bits, width in next_loads:
             _prefetch(builder, builder.gep(bits, [builder.mul(loop.at, width)]))
         x, y = (builder.fpext(_load(builder, a, loop.at, _NARROW, 4), _WIDE) for a in both)
         d, a = (_call(builder, "fabs", v) for v in (builder.fsub(y, x), x))

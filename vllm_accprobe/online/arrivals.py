@@ -64,9 +64,9 @@ def head(kind: int, length: int) -> bytes:
     return HEAD.pack(MAGIC, kind, length)
 
 
-def words(kind: int, said: Hello | Have | Refusal) -> list[bytes]:
+def words(kind: int, message: Hello | Have | Refusal) -> list[bytes]:
     """A piece of JSON. Raises FrameError where it is longer than its kind may be."""
-    body = orjson.dumps({**asdict(said), "protocol": PROTOCOL} if isinstance(said, Hello) else said)
+    body = orjson.dumps({**asdict(message), "protocol": PROTOCOL} if isinstance(message, Hello) else message)
     if len(body) > _LIMITS[kind]:
         raise FrameError(f"{len(body):,} bytes of JSON are more than the {_LIMITS[kind]:,} that may be sent")
     return [head(kind, len(body)), body]
@@ -77,9 +77,9 @@ def placed(kind: int, segment: int, offset: int, body: bytes | memoryview) -> li
     return [head(kind, PLACE.size + len(body)) + PLACE.pack(segment, offset), body]
 
 
-def length_of(given: bytes, most: int | None = None) -> tuple[int, int]:
+def length_of(data: bytes, most: int | None = None) -> tuple[int, int]:
     """(kind, length of the body) of twelve bytes. most: a limit besides the kind's. Raises FrameError."""
-    magic, kind, length = HEAD.unpack(given)
+    magic, kind, length = HEAD.unpack(data)
     if magic != MAGIC or kind not in _LIMITS:
         raise FrameError("it does not speak accprobe's protocol")
     limit = _LIMITS[kind] if most is None else min(most, _LIMITS[kind])

@@ -69,12 +69,12 @@ class ArrivingCalls(Calls):
     def only(self, low: int, high: int) -> None:
         """Leaves the calls of the steps from low + 1 to high, with all that lies beside them in these steps."""
         chosen = {
-            key: {place: records for place, records in held.items() if low < place[0] <= high}
-            for key, held in self.by_tap.items()
+            key: {place: records for place, records in written.items() if low < place[0] <= high}
+            for key, written in self.by_tap.items()
         }  # fmt: skip
-        self.by_tap = defaultdict(dict, {key: held for key, held in chosen.items() if held})
-        ops = {key: [o for o in held if o.step is not None and low < o.step <= high] for key, held in self.ops.items()}
-        self.ops = {key: held for key, held in ops.items() if held}
+        self.by_tap = defaultdict(dict, {key: written for key, written in chosen.items() if written})
+        ops = {key: [o for o in all_ if o.step is not None and low < o.step <= high] for key, all_ in self.ops.items()}
+        self.ops = {key: some for key, some in ops.items() if some}
 
     def of(self, rank: int, tap: str, **more: Any) -> Iterator[Captured]:  # type: ignore[override]
         self._kept.tap = tap
@@ -142,7 +142,8 @@ class ArrivingJob(OpenJob):
 
     def _trim(self) -> None:
         """Lets go of what attention looks back at where it grows too large; those taps are checked in the end."""
-        size = sum(t.nbytes for past in self._pasts.values() for held in past.written.values() for t in held.values())
+        written = (tensors for past in self._pasts.values() for tensors in past.written.values())
+        size = sum(t.nbytes for tensors in written for t in tensors.values())
         if size > _PASTS:
             self._again |= set(self._pasts)
             self._pasts.clear()
@@ -173,8 +174,8 @@ class ArrivingJob(OpenJob):
         if key in self._again:
             return False
         if key in calls.ops:
-            held = calls.op_records.get(key, {})
-            whole = {(o.step, o.call): frozenset(held.get((o.step, o.call), {})) for o in calls.ops[key]}
+            written = calls.op_records.get(key, {})
+            whole = {(o.step, o.call): frozenset(written.get((o.step, o.call), {})) for o in calls.ops[key]}
         else:
             whole = {place: frozenset(records) for place, records in calls.by_tap[key].items()}
         return whole == self._checked.get(key, {})

@@ -396,8 +396,8 @@ class Diff:
             algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
             finding = self.rule.rule(golden, mine, api, algorithm)
         if golden.dtype != mine.dtype and finding.status != SKIP:
-            said = f"golden is {golden.dtype}, mine {mine.dtype}"
-            joined = f"{finding.message}; {said}" if finding.message else said
+            text = f"golden is {golden.dtype}, mine {mine.dtype}"
+            joined = f"{finding.message}; {text}" if finding.message else text
             finding = RuleFinding(finding.status, finding.algorithm, joined, finding.judged)
         return Compared(golden, mine, api, self.rule.level(api), finding)
 
@@ -411,10 +411,10 @@ class Diff:
             if row.status == SKIP or not row.dtype:
                 return skip("", f"{side}: {row.message or 'skipped'}")
             if not row.measured:
-                said = f"{side} has no result: {row.message or row.status or 'no measures'}"
+                text = f"{side} has no result: {row.message or row.status or 'no measures'}"
                 if side == "mine" and row.status == ERROR and other.measured:
-                    return RuleFinding(ERROR, "", said, (Judged("result", None, None, ERROR, said),))
-                return skip("", said)
+                    return RuleFinding(ERROR, "", text, (Judged("result", None, None, ERROR, text),))
+                return skip("", text)
         return None
 
 
@@ -593,8 +593,8 @@ def _details(c: Compared, names: Sequence[str]) -> list[object]:
     sides = (c.golden, c.mine)
     further = [None if side is None else side.value(name) for name in FURTHER for side in sides]
     row = c.row
-    said = c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message
-    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *said, *numbers, *further)]
+    cells = c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message
+    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *cells, *numbers, *further)]
 
 
 def write_result(diff: Diff, path: Path, totals: DiffTotals) -> None:

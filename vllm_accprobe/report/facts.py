@@ -455,7 +455,7 @@ def headline(comparison: Comparison) -> str:
     if comparison.verdict != "pass":
         return f"FAIL: {_failure(comparison, c)}"
     if not c.compared:  # the first note says why
-        return "PASS: nothing wrong in what was compared: " + " and ".join(_told_instead(comparison))
+        return "PASS: nothing wrong in what was compared: " + " and ".join(_without_tensors(comparison))
     rows = int(comparison.coverage.get("rows_compared") or 0)
     standard = safe((comparison.standard or {}).get("name") or "", 60)
     text = f"PASS: {count(c.passed, 'pair')} and {count(rows, 'row')} agree"
@@ -464,7 +464,7 @@ def headline(comparison: Comparison) -> str:
     return text + (f" ({', '.join(extra)})" if extra else "")
 
 
-def _told_instead(comparison: Comparison) -> list[str]:
+def _without_tensors(comparison: Comparison) -> list[str]:
     """What a comparison without tensors is about."""
     mine = watched(comparison.states, "mine")
     steps = max((int(one.get("steps") or 0) for one in mine.values()), default=0)

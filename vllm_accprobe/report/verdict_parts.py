@@ -264,18 +264,18 @@ def name(edge: Edge) -> str:
 
 def neighbour_lines(comparison: Comparison) -> list[str]:
     """The culprit's neighbours in at most two lines; none where nothing of them was compared."""
-    around = next(iter(comparison.neighbours), None)
-    if around is None or all(e.over is None for e in (*around.fed_by, *around.feeds)):
+    neighbours = next(iter(comparison.neighbours), None)
+    if neighbours is None or all(e.over is None for e in (*neighbours.fed_by, *neighbours.feeds)):
         return []
-    sides = zip(("fed by", "feeds"), (around.fed_by, around.feeds), around.left_out, strict=True)
+    sides = zip(("fed by", "feeds"), (neighbours.fed_by, neighbours.feeds), neighbours.left_out, strict=True)
     return [f"{what}: {text}" for what, edges, left in sides if (text := _grouped(edges, left))]
 
 
-def described(around: OriginNeighbours) -> str:
+def described(neighbours: OriginNeighbours) -> str:
     """All of it as one sentence, which a screen reader says."""
-    sides = ("fed by", around.fed_by), ("feeds", around.feeds)
+    sides = ("fed by", neighbours.fed_by), ("feeds", neighbours.feeds)
     text = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]
-    return f"{safe(around.tap)}/{safe(around.role, 80)}: {'; '.join(text)}"
+    return f"{safe(neighbours.tap)}/{safe(neighbours.role, 80)}: {'; '.join(text)}"
 
 
 def code(sources: Sources, tap: object) -> str | None:

@@ -119,10 +119,10 @@ class AtbOptions:
 ANCESTOR = "ACLTRANSFORMER_SAVE_TENSOR"
 
 
-def options_of(asked: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[AtbOptions, list[str]]:
-    """(the choice, lines to say). asked: fields of AtbOptions, None: not requested; then what the environment says in
+def options_of(requested: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[AtbOptions, list[str]]:
+    """(the choice, lines to print). requested: fields of AtbOptions, None: not set; then what the environment says in
     the words of ATB's ancestor is taken: ``ACLTRANSFORMER_SAVE_TENSOR_MAX``, ``_RUNNER``. Raises ConfigError."""
-    found = {name: value for name, value in asked.items() if value is not None}
+    found = {name: value for name, value in requested.items() if value is not None}
     notes = []
     most, runner = environ.get(f"{ANCESTOR}_MAX", "").strip(), environ.get(f"{ANCESTOR}_RUNNER", "").strip()
     if most and "ranges" not in found:

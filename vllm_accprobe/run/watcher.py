@@ -120,7 +120,7 @@ class Watcher:
     def _numbered(self, number: int) -> Path:
         return self.root.with_name(f"{self.root.name}.{number}")
 
-    def _beside(self) -> Iterator[Path]:
+    def _later(self) -> Iterator[Path]:
         for number in range(2, _MOST):
             place = self._numbered(number)
             if place not in self._before:
@@ -132,7 +132,7 @@ class Watcher:
         """The dumps that have appeared since this object was made."""
         if self._settled is not None:
             return self._settled
-        places = [self.root, *self._beside(), *self._announced()]
+        places = [self.root, *self._later(), *self._announced()]
         found = {os.path.realpath(p): p for p in reversed(places)}.values()  # each once, however it is spelt
         return [p for p in reversed(found) if (p / RUN_JSON).exists() or any(_ranks_of(p))]
 

@@ -32,11 +32,11 @@ def find(name: str, what: str) -> NamedStandard:
     found = known.get(name)
     if found is not None and found.judges(what):
         return found
-    said = f"unknown standard {name!r}: known are {', '.join(_that(known.values(), what))}"
+    text = f"unknown standard {name!r}: known are {', '.join(_that(known.values(), what))}"
     if found is not None:
         elsewhere = " and ".join(command for kind, command in COMMANDS.items() if found.judges(kind))
-        said += f"; {name} is known to {elsewhere} only"
-    raise UnknownStandard(said)
+        text += f"; {name} is known to {elsewhere} only"
+    raise UnknownStandard(text)
 
 
 def names(what: str) -> tuple[str, ...]:

@@ -38,13 +38,13 @@ def output(m: Measures, op: str, dtype: str) -> RuleFinding:
     judged = []
     if m.cosine is not None and m.elements - m.nonfinite > 1:
         low = m.cosine <= COSINE
-        said = f"cosine {m.cosine:.4g} is not above {COSINE}" if low else ""
-        judged.append(Judged("cosine", m.cosine, COSINE, ERROR if low else PASS, said))
+        text = f"cosine {m.cosine:.4g} is not above {COSINE}" if low else ""
+        judged.append(Judged("cosine", m.cosine, COSINE, ERROR if low else PASS, text))
     elif m.cosine is None and largest and m.elements - m.nonfinite > 1:
         judged.append(Judged("cosine", None, COSINE, ERROR, "one side is all zero"))
     far = largest >= LARGEST
-    said = f"largest error {largest:.4g} is not below {LARGEST:g}" if far else ""
-    return of("mindspore", [*judged, Judged("max_abs_err", largest, LARGEST, ERROR if far else PASS, said)])
+    text = f"largest error {largest:.4g} is not below {LARGEST:g}" if far else ""
+    return of("mindspore", [*judged, Judged("max_abs_err", largest, LARGEST, ERROR if far else PASS, text)])
 
 
 STANDARDS = (NamedStandard("mindspore", pairs=PairRule(COLUMNS, pairs), output=output),)

@@ -255,16 +255,16 @@ def _ratio(
         return Judged(label, None, limit, SKIP, f"{NAMES[name]}: not measured on both sides")
     if not (math.isfinite(golden) and math.isfinite(mine)):
         same = golden == mine or (math.isnan(golden) and math.isnan(mine))
-        said = f"{NAMES[name]} is {golden} on golden's side and {mine} on mine's"
-        return Judged(label, math.nan, limit, SKIP if same else ERROR, said)
+        text = f"{NAMES[name]} is {golden} on golden's side and {mine} on mine's"
+        return Judged(label, math.nan, limit, SKIP if same else ERROR, text)
     value = ratio(golden, mine, release, dtype)
     where = f" ({level})" if release.warn is None else ""
-    said = f"{NAMES[name]} is {value:.4g} times golden's, limit {limit:g}{where}"
+    text = f"{NAMES[name]} is {value:.4g} times golden's, limit {limit:g}{where}"
     if value > limit:
-        return Judged(label, value, limit, ERROR, said)
+        return Judged(label, value, limit, ERROR, text)
     if release.warn is not None and value > release.warn:
-        said = f"{NAMES[name]} is {value:.4g} times golden's, above {release.warn:g}"
-        return Judged(label, value, release.warn, WARNING, said)
+        text = f"{NAMES[name]} is {value:.4g} times golden's, above {release.warn:g}"
+        return Judged(label, value, release.warn, WARNING, text)
     return Judged(label, value, limit, PASS)
 
 
@@ -283,8 +283,8 @@ def _ulp(release: Release, golden: Values, mine: Values, api: str, dtype: str) -
         raise ValueError("ULP shares are needed on both sides")
     name = "ulp_share"
     if not (math.isfinite(share) and math.isfinite(theirs)) or (mean is not None and not math.isfinite(mean)):
-        said = f"ULP errors are not finite: mean {mean}, shares {theirs}, {share}"
-        return [Judged(name, share, None, ERROR, said)], []
+        text = f"ULP errors are not finite: mean {mean}, shares {theirs}, {share}"
+        return [Judged(name, share, None, ERROR, text)], []
     limit = ULP_SHARE_32 if dtype == "float32" else ULP_SHARE_16
     shown = [Judged("ulp_share_ratio", ratio(theirs, share, release, dtype), 1.0, PASS)]
     if mean is not None:
@@ -293,11 +293,11 @@ def _ulp(release: Release, golden: Values, mine: Values, api: str, dtype: str) -
     if easy or share < limit or (share < theirs and not dtype.startswith("float8")):
         return [Judged(name, share, limit, PASS)], shown
     bound = 32 if dtype == "float32" else 1
-    said = f"{100 * share:.4g} % of the values are off by more than {bound} ULP (limit {100 * limit:g} %, golden's "
-    said += f"{100 * theirs:.4g} %)"
+    text = f"{100 * share:.4g} % of the values are off by more than {bound} ULP (limit {100 * limit:g} %, golden's "
+    text += f"{100 * theirs:.4g} %)"
     if dtype == "float32" and mean is not None:
-        said += f", {mean:.4g} ULP on average (limit {ULP_MEAN:g})"
-    return [Judged(name, share, limit, ERROR, said)], shown
+        text += f", {mean:.4g} ULP on average (limit {ULP_MEAN:g})"
+    return [Judged(name, share, limit, ERROR, text)], shown
 
 
 def _zero(name: str, algorithm: str, release: Release, golden: Values, mine: Values) -> list[Judged]:
@@ -318,8 +318,8 @@ def _dual_1000(
     good = value is not None and value > DUAL
     theirs = golden.get("dual_1000")
     beside = "" if theirs is None else f" (golden's {theirs:.6g})"
-    said = "" if good else f"dual-1000: {value:.6g}{beside} is not above {DUAL:g}"
-    return [Judged("dual_1000", value, DUAL, PASS if good else ERROR, said)], []
+    text = "" if good else f"dual-1000: {value:.6g}{beside} is not above {DUAL:g}"
+    return [Judged("dual_1000", value, DUAL, PASS if good else ERROR, text)], []
 
 
 def _accumulative(
@@ -328,8 +328,8 @@ def _accumulative(
     value = mine["error_balance"]
     limit = BALANCES.get(dtype, BALANCES[""])
     good = value is not None and value <= limit
-    said = "" if good else f"error balance is {value:.4g}, limit {limit:.4g}"
-    return [Judged("error_balance", value, limit, PASS if good else ERROR, said)], []
+    text = "" if good else f"error balance is {value:.4g}, limit {limit:.4g}"
+    return [Judged("error_balance", value, limit, PASS if good else ERROR, text)], []
 
 
 COSINE, LARGEST = 0.99, 1e-3

@@ -22,8 +22,8 @@ def _own(side: MachineSide) -> RuleFinding:
         return skip(OPERATOR, side.message or "no status")
     if side.status == PASS:
         return RuleFinding(PASS, OPERATOR)
-    said = Judged("verdict", side.severity, 1.0, side.status, side.message)
-    return RuleFinding(side.status, OPERATOR, side.message, (said,))
+    verdict = Judged("verdict", side.severity, 1.0, side.status, side.message)
+    return RuleFinding(side.status, OPERATOR, side.message, (verdict,))
 
 
 def _two(golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:

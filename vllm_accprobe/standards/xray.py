@@ -54,11 +54,11 @@ def decades(golden: Values, mine: Values) -> RuleFinding:
     for n, (g, m) in enumerate(zip(theirs, ours, strict=True), 1):
         finer = theirs[n] if n < len(theirs) else None
         if m > 2 * g and finer is not None and m > finer:
-            said = f"{m:.0f} elements are off by more than 1e-{n}, golden has {finer:.0f} beyond 1e-{n + 1}"
-            judged.append(Judged(f"above_1e_{n}", m, finer, ERROR, said))
+            text = f"{m:.0f} elements are off by more than 1e-{n}, golden has {finer:.0f} beyond 1e-{n + 1}"
+            judged.append(Judged(f"above_1e_{n}", m, finer, ERROR, text))
         elif m > 2 * g:
-            said = f"{m:.0f} elements are off by more than 1e-{n}, golden has {g:.0f}"
-            judged.append(Judged(f"above_1e_{n}", m, 2 * g, WARNING, said))
+            text = f"{m:.0f} elements are off by more than 1e-{n}, golden has {g:.0f}"
+            judged.append(Judged(f"above_1e_{n}", m, 2 * g, WARNING, text))
         else:
             judged.append(Judged(f"above_1e_{n}", m, 2 * g, PASS))
     coarsest = next((j for j in judged if j.status == ERROR), None)

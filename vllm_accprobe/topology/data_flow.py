@@ -82,7 +82,7 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
         if SEPARATOR in r.tap and (r.tap, r.call) not in operators:
             continue  # inside another operator's kernel
         call = found.setdefault((r.tap, r.call), TapCall(r.tap, r.cls, r.call, r.seq, r.seq))
-        seen = CallTensor(r.role, known.of(r), r.dtype, r.shape, r, _said(r.stats))
+        seen = CallTensor(r.role, known.of(r), r.dtype, r.shape, r, _stats_text(r.stats))
         if kind == "input":
             call.takes.append(seen)
             call.begin = min(call.begin, r.seq)
@@ -161,11 +161,11 @@ class _Identities:
         return (r.dtype, r.shape, s.min, s.max, s.mean, s.l2)
 
 
-def _said(s: Stats | None) -> str:
+def _stats_text(s: Stats | None) -> str:
     if s is None or s.min is None or s.max is None:
         return ""
-    said = f"min {s.min:.4g}, max {s.max:.4g}, mean {s.mean or 0:.4g}"
-    return said + (f", {s.nan} NaN" if s.nan else "") + (f", {s.inf} Inf" if s.inf else "")
+    text = f"min {s.min:.4g}, max {s.max:.4g}, mean {s.mean or 0:.4g}"
+    return text + (f", {s.nan} NaN" if s.nan else "") + (f", {s.inf} Inf" if s.inf else "")
 
 
 def fullest(records: Iterable[Record], ops: Iterable[OpCall]) -> tuple[int, int] | None:
@@ -260,7 +260,7 @@ class _Drawing:
         for c in calls:
             self.of_tap[c.tap].append(c)
         self.relations = Relations(dump)
-        self.gaps = self.told = 0
+        self.gaps = self.by_values = 0
         for i, c in enumerate(drawn):
             for k, out in enumerate(c.gives):
                 name = f"{c.tap}/{out.role}" + (f"#{c.call}" if c.call else "")
@@ -280,9 +280,9 @@ class _Drawing:
             note = "" if c.takes else "its inputs were not recorded"
             self.nodes.append(GraphNode(c.name, kind, takes, gives, _attributes(c, modules.get(c.tap)), note))
         notes = []
-        if self.told:
+        if self.by_values:
             notes.append(
-                f"{self.told} slices, picked rows, sums or products between modules were found by their values"
+                f"{self.by_values} slices, picked rows, sums or products between modules were found by their values"
             )
         if self.gaps:
             notes.append(f"{self.gaps} nodes {GAP}: {_GAP_NOTE}")
@@ -339,17 +339,17 @@ class _Drawing:
         out = [""] * len(missing)
         unknown: list[tuple[int, CallTensor]] = []
         for i, seen in enumerate(missing):
-            told = self.relations.explain(seen, [(name, self.seen[name]) for name in had])
-            if told is None:
+            explained = self.relations.explain(seen, [(name, self.seen[name]) for name in had])
+            if explained is None:
                 unknown.append((i, seen))
                 continue
-            self.told += 1
+            self.by_values += 1
             name = self._tensor(f"{c.tap}/{seen.role} made", seen)
             self.nodes.append(
-                GraphNode(f"{told.kind} for {c.name} {seen.role}", told.kind, told.takes, (name,), told.attributes,
-                          "found by the values of the tensors around it")
+                GraphNode(f"{explained.kind} for {c.name} {seen.role}", explained.kind, explained.takes, (name,),
+                          explained.attributes, "found by the values of the tensors around it")
             )  # fmt: skip
-            self._give(c, seen, name, told.takes)
+            self._give(c, seen, name, explained.takes)
             out[i] = name
         if not unknown:
             return out
@@ -427,11 +427,11 @@ _LISTS = ("ModuleList", "ModuleDict")
 
 @dataclass
 class Branch:
-    """name: below what stands above it; said: shapes and weights; children: in order."""
+    """name: below what stands above it; shapes: shapes and weights; children: in order."""
 
     name: str
     cls: str = ""
-    said: str = ""
+    shapes: str = ""
     children: list[Branch] = field(default_factory=list)
 
 
@@ -444,13 +444,13 @@ def of_dump(dump: Dump, rank: int | None = None, step: int | None = None) -> Bra
     for r in dump.records:
         if r.rank == own and not is_operator(r.tap):
             classes.setdefault(r.tap, r.cls)
-    said = _shapes_said([r for r in dump.records if r.rank == own and (r.step is None or (own, r.step) == place)])
-    root = Branch(ROOT_TAP, classes.pop(ROOT_TAP, ""), said.get(ROOT_TAP, ""))
+    shapes = _shapes_text([r for r in dump.records if r.rank == own and (r.step is None or (own, r.step) == place)])
+    root = Branch(ROOT_TAP, classes.pop(ROOT_TAP, ""), shapes.get(ROOT_TAP, ""))
     known = {ROOT_TAP: root}
     for tap in sorted((t for t in classes if not is_operator(t)), key=lambda t: t.count(".")):
         above = next((up for up in enclosing(tap) if up in known), ROOT_TAP)
         name = tap if above == ROOT_TAP else tap[len(above) + 1 :]
-        known[tap] = Branch(name, classes[tap], said.get(tap, ""))
+        known[tap] = Branch(name, classes[tap], shapes.get(tap, ""))
     for tap in classes:  # in the order of declaration, whatever the depth
         if tap in known:
             above = next((up for up in enclosing(tap) if up in known), ROOT_TAP)
@@ -458,9 +458,9 @@ def of_dump(dump: Dump, rank: int | None = None, step: int | None = None) -> Bra
     return root
 
 
-def _shapes_said(records: Iterable[Record]) -> dict[str, str]:
+def _shapes_text(records: Iterable[Record]) -> dict[str, str]:
     taken: dict[str, list[str]] = {}
-    given: dict[str, list[str]] = {}
+    shapes: dict[str, list[str]] = {}
     weights: dict[str, list[str]] = {}
     for r in records:
         if r.call:
@@ -469,13 +469,13 @@ def _shapes_said(records: Iterable[Record]) -> dict[str, str]:
         if r.role.startswith("input"):
             taken.setdefault(r.tap, []).append(shape)
         elif r.role.startswith(("output", "value")):
-            given.setdefault(r.tap, []).append(f"{shape} {r.dtype}")
+            shapes.setdefault(r.tap, []).append(f"{shape} {r.dtype}")
         elif r.role.startswith("param."):
             weights.setdefault(r.tap, []).append(f"{r.role.removeprefix('param.')} {shape}")
     out = {}
-    for tap in {**taken, **given, **weights}:
-        flow = " ".join(filter(None, (" ".join(taken.get(tap, ())), "→", " ".join(given.get(tap, ())))))
-        out[tap] = ", ".join(([flow] if tap in taken or tap in given else []) + weights.get(tap, []))
+    for tap in {**taken, **shapes, **weights}:
+        flow = " ".join(filter(None, (" ".join(taken.get(tap, ())), "→", " ".join(shapes.get(tap, ())))))
+        out[tap] = ", ".join(([flow] if tap in taken or tap in shapes else []) + weights.get(tap, []))
     return out
 
 
@@ -535,11 +535,11 @@ def _mark(branch: Branch, marks: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
     found = marks.get(id(branch))
     if found is None:
         name = re.sub(r"\d+", "#", branch.name)  # q_proj is not k_proj, and 0 is like 1
-        found = marks[id(branch)] = (name, branch.cls, branch.said, tuple(_mark(c, marks) for c in branch.children))
+        found = marks[id(branch)] = (name, branch.cls, branch.shapes, tuple(_mark(c, marks) for c in branch.children))
     return found
 
 
 def _line(first: Branch, n: int, last: Branch) -> str:
     name = first.name if n == 1 else f"{first.name} … {last.name}"
     cls = first.cls if n == 1 else f"{n} x {first.cls or 'the same'}"
-    return "  ".join(filter(None, (name, cls, first.said)))
+    return "  ".join(filter(None, (name, cls, first.shapes)))

@@ -71,22 +71,22 @@ def sound(graph: ModelGraph) -> ModelGraph:
     tensors = dict(graph.tensors)
     inputs = list(dict.fromkeys(graph.inputs))
     means: dict[str, str] = {name: name for name in inputs}
-    given = set(inputs)
+    known = set(inputs)
     nodes = []
     for node in ordered:
         taken = []
         for name in node.inputs:
             if name and name not in means:
                 inputs.append(name)
-                given.add(name)
+                known.add(name)
                 means[name] = name
             taken.append(means.get(name, name))
         gives = []
         for name in node.outputs:
-            own = _unused(name, given)
+            own = _unused(name, known)
             if own != name:
                 tensors[own] = replace(tensors.get(name, GraphTensor(name)), name=own)
-            given.add(own)
+            known.add(own)
             means[name] = own
             gives.append(own)
         nodes.append(replace(node, inputs=tuple(taken), outputs=tuple(gives)))
@@ -275,13 +275,13 @@ def atb_graph(path: Path, level: int | None = None) -> ModelGraph:
     for place, n in found:
         takes, gives = _texts(n.get("inTensors")), _texts(n.get("outTensors"))
         kinds = known.get(str(n.get("opName")), ((), ()))
-        for names, told in zip((takes, gives), kinds, strict=True):
-            for own, (dtype, shape) in zip(names, told, strict=False):
+        for names, types in zip((takes, gives), kinds, strict=True):
+            for own, (dtype, shape) in zip(names, types, strict=False):
                 tensors.setdefault(own, GraphTensor(own, dtype, shape))
         note = f"inner nodes: {len(n['nodes'])}" if isinstance(n.get("nodes"), list) and n["nodes"] else ""
         nodes.append(GraphNode(place, str(n.get("opType") or name), takes, gives, _attributes(n.get("param")), note))
-    given = {name for node in nodes for name in node.outputs}
-    outputs = tuple(t for t in _texts(data.get("outTensors")) if t in given)
+    produced = {name for node in nodes for name in node.outputs}
+    outputs = tuple(t for t in _texts(data.get("outTensors")) if t in produced)
     taken = {name for node in nodes for name in node.inputs}
     inputs = tuple(t for t in _texts(data.get("inTensors")) if t in taken)
     if not outputs:

@@ -18,7 +18,7 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import Options
+from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 from vllm_accprobe.standards import built_in
 

@@ -18,7 +18,7 @@ from vllm_accprobe.opcheck.calls.records import Calls  # noqa: E402
 from vllm_accprobe.opcheck.reference import UNROUNDED, Call, Expected, half_a_unit_off, reference  # noqa: E402
 from vllm_accprobe.opcheck.reference_table import References  # noqa: E402
 from vllm_accprobe.opcheck.registry import default_references  # noqa: E402
-from vllm_accprobe.opcheck.run.replay import Options, check_tap  # noqa: E402
+from vllm_accprobe.opcheck.run.check_calls import Options, check_tap  # noqa: E402
 
 MLP = "model.layers.1.mlp"
 GRAPHS = {"engine": {"graphs": {"set": "named"}}}

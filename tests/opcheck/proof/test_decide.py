@@ -70,10 +70,10 @@ def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_hi
     p = Pooled("third", "C", "output.0", 0, "bfloat16", 2.0, 1e4, 0.0, 1e-5, 400, 5, 0.01)
     odd = [OutlierLayer(p, 1.4, 1e-5, 3)]
     rows = [checked("first", "pass"), checked("third", "pass")]
-    (origin,) = decide(comparison(), ReplayResult.from_json(prove([], rows, odd=odd).to_json())).origins
+    (origin,) = decide(comparison(), ReplayResult.from_json(prove([], rows, outliers=odd).to_json())).origins
     assert (origin["module"], origin["tier"], origin["times"]) == ("third", "outlier among sibling layers", 1.4)
     assert "1.4 times those of 3 other layers' C" in origin["shape"]
-    (origin,) = decide(comparison(), prove([], [checked("first"), rows[1]], odd=odd)).origins
+    (origin,) = decide(comparison(), prove([], [checked("first"), rows[1]], outliers=odd)).origins
     assert origin["module"] == "first"
 
 

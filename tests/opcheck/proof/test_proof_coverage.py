@@ -14,8 +14,8 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof.prove import covers, wrong
 from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.pair import ReplaySide, Task, check_task
-from vllm_accprobe.opcheck.run.replay import Options
 
 ROWS, CALLS, WIDTH = 48, 2, 64
 NORM, LINEAR = "layers.0.norm", "layers.0.o_proj"

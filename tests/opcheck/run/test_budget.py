@@ -13,7 +13,7 @@ from vllm_accprobe.opcheck.calls import records
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.references.attention import attend
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run import budget, pair, replay
+from vllm_accprobe.opcheck.run import budget, check_calls, pair
 from vllm_accprobe.opcheck.run.budget import Planner, Speed, Wishes
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 
@@ -90,7 +90,7 @@ def test_calls_in_parts_and_outputs_in_pieces_have_the_rows_of_whole_ones(
     whole = checked(sides, monkeypatch)
     monkeypatch.setattr(pair, "MOST", 1 << 11)
     monkeypatch.setattr(records, "_FEWEST", 8)
-    monkeypatch.setattr(replay, "_AT_ONCE", 1 << 8)
+    monkeypatch.setattr(check_calls, "_AT_ONCE", 1 << 8)
     cut = checked(sides, monkeypatch)
     for a, b in zip(whole, cut, strict=True):
         assert len(a.rows) == len(b.rows)

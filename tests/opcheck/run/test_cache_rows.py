@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_accprobe.dump.journal import StateFinding
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.opcheck.run.replay import cache_rows
+from vllm_accprobe.opcheck.run.check_calls import cache_rows
 from vllm_accprobe.opcheck.run.result_row import FAIL
 from vllm_accprobe.opcheck.run.table import lines, totals
 

@@ -25,7 +25,7 @@ from vllm_accprobe.opcheck.reference import Call, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import pair
-from vllm_accprobe.opcheck.run.replay import Options
+from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.result_row import FAIL, CheckResult
 
 STEPS = (1, 1, 5, 1, 3, 1, 1, 2)

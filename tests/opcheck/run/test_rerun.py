@@ -23,8 +23,8 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, device_kernel
 from vllm_accprobe.opcheck.references import activations, linear
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run import replay, synthetic_inputs
-from vllm_accprobe.opcheck.run.replay import Options
+from vllm_accprobe.opcheck.run import check_calls, synthetic_inputs
+from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.rerun import forward_native
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
@@ -175,7 +175,7 @@ def captured(call: Call) -> Captured:
 
 
 def gradients(call: Call) -> dict[str, CheckResult]:
-    return {r.role: r for r in replay.check_backward(captured(call), default_references())}
+    return {r.role: r for r in check_calls.check_backward(captured(call), default_references())}
 
 
 def test_gradients_agree_with_autograd_in_float64() -> None:
@@ -223,10 +223,10 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_no_gradient_says_so() -> None:
     x = torch.randn(4, 8)
     ids = Call("e", "aten.argmax.default", args=(x, 1), outputs={"output.0": x.argmax(1)})
-    (row,) = replay.check_backward(captured(ids), default_references())
+    (row,) = check_calls.check_backward(captured(ids), default_references())
     assert (row.status, row.message) == ("skip", "no gradient: its output is no floating-point tensor")
     block = Call("b", "LlamaMLP", inputs={"x": x}, outputs={"output.0": x})
-    (row,) = replay.check_backward(captured(block), default_references())
+    (row,) = check_calls.check_backward(captured(block), default_references())
     assert row.status == "skip"
 
 

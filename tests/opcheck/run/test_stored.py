@@ -12,7 +12,7 @@ from support.opchecked import check
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import OTHER_FORM, check_stored
+from vllm_accprobe.opcheck.run.check_calls import OTHER_FORM, check_stored
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 from vllm_accprobe.opcheck.run.table import totals
 

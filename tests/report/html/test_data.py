@@ -9,7 +9,7 @@ from report_examples import comparison, pair
 
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.row_table import ValueSpread
-from vllm_accprobe.report.html.data import LONGEST, TokenTexts, Vocabulary, looks_json, token_texts
+from vllm_accprobe.report.html.data import LONGEST, TokenTexts, Vocabulary, tensor_details, token_texts
 
 # --- what the page holds of a pair's spread: small integers, errors as parts of their peak ---
 
@@ -24,13 +24,13 @@ def test_spreads_go_by_the_pages_numbers_and_the_command_keeps_what_was_given():
     from dataclasses import replace
 
     made = replace(comparison(pairs=[pair(), pair()], golden_path="a; rm 'x'"), spreads=(_spread(),))
-    assert set(looks_json(made, {0: 3})["spreads"]) == {"3"}
-    assert looks_json(made, {1: 0})["spreads"] == {}
+    assert set(tensor_details(made, {0: 3})["spreads"]) == {"3"}
+    assert tensor_details(made, {1: 0})["spreads"] == {}
     said = replace(made, options=("--op-mapping-file", "m n.yaml", "--taps", "*.mlp", "--standard", "strict"))
-    assert shlex.split(looks_json(said, {})["again"]) == [
+    assert shlex.split(tensor_details(said, {})["again"]) == [
         "accprobe", "compare", "a; rm 'x'", "mine", "--op-mapping-file", "m n.yaml", "--standard", "strict"
     ]  # fmt: skip
-    assert looks_json(made, {})["again"] == "accprobe compare 'a; rm '\"'\"'x'\"'\"'' mine"
+    assert tensor_details(made, {})["again"] == "accprobe compare 'a; rm '\"'\"'x'\"'\"'' mine"
 
 
 # --- ids as text ---

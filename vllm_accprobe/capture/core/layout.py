@@ -240,13 +240,13 @@ class Layouts:
             # Analysis takes a "partial" tensor that is the same on all ranks for a reduced one, so a block that sums
             # its experts itself is described correctly too.
             return Layout("partial", "tp", self._rank, self._size)
-        return self._beside(tap, module, role, shape)
+        return self._neighbour(tap, module, role, shape)
 
     def _inside_experts(self, tap: str, shape: tuple[int, ...]) -> bool:
         """Whether a hidden state comes out somewhere inside a fused-experts runner, which reduces at its very end."""
         return ".experts." in tap and shape[-1] == self._hidden
 
-    def _beside(self, tap: str, module: Any, role: str, shape: tuple[int, ...]) -> Layout:
+    def _neighbour(self, tap: str, module: Any, role: str, shape: tuple[int, ...]) -> Layout:
         """The layout of a tensor between parallel linear layers: that of the neighbour whose size it has."""
         # A block as a whole takes and gives hidden states; its inner leaves work on slices. With equal sizes this
         # decides: parents and norms are taken as replicated, leaves as slices.

@@ -95,9 +95,9 @@ class RankFindings:
         sentence."""
         self.first = replace(found, tensors=tensors)
         self.write("watching")
-        said = sentence(self.first)
-        say(f"errcheck: {said}{where}; tensors {tensors}; {ends}")
-        return said
+        line = sentence(self.first)
+        say(f"errcheck: {line}{where}; tensors {tensors}; {ends}")
+        return line
 
     def old(self) -> bool:
         """Whether the report is so old that a killed rank would not have left how far it came."""

@@ -196,9 +196,9 @@ class ErrcheckObserver(StepObserver):
             except Exception as error:  # a full disk, mostly: the finding itself is worth saying all the same
                 kept = f"not kept: {type(error).__name__}: {error}"
         ends = "the engine is stopped" if self.findings.exits else "serving goes on"
-        said = self.findings.tell(found, kept, ends, f", rank {self._parallel['rank']}")
+        line = self.findings.tell(found, kept, ends, f", rank {self._parallel['rank']}")
         if self.findings.exits:
-            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {said}")
+            self.stopping = ErrcheckExit(f"accprobe errcheck stops this engine: {line}")
 
     def _named(self, batch: list[Scheduled]) -> dict[int, Request]:
         found = {}

@@ -326,9 +326,9 @@ class ScriptWatch:
         found, kept = model.finding_of(alarm, findings)
         if found is None:
             return
-        said = findings.tell(found, kept, "the script is stopped" if findings.exits else "the script goes on")
+        line = findings.tell(found, kept, "the script is stopped" if findings.exits else "the script goes on")
         if findings.exits:
-            self.stopping = ScriptExit(f"accprobe errcheck stops this script: {said}")
+            self.stopping = ScriptExit(f"accprobe errcheck stops this script: {line}")
 
     def close(self) -> None:
         """Reads what is still on its way, and writes the last report. Never raises."""

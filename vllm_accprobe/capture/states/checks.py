@@ -71,8 +71,8 @@ def _wrong(
     return WrongNumber(kind, row.number, row.name, block, how, slot, row.start + first, high)
 
 
-def _other_many(rows: Sequence[StepRow], given: int, what: str) -> WrongNumber:
-    how = f"there are {what} for {given} requests; the schedule has {len(rows)}"
+def _other_many(rows: Sequence[StepRow], count: int, what: str) -> WrongNumber:
+    how = f"there are {what} for {count} requests; the schedule has {len(rows)}"
     return WrongNumber(METADATA, rows[0].number if rows else -1, rows[0].name if rows else "", 0, how)
 
 
@@ -127,8 +127,8 @@ def state_checks(
     if isinstance(mask, torch.Tensor) and mask.device.type != "cpu":
         return [], ["states of a step whose drafts only the device knows"]
     if mask is None:
-        given = _indices(metadata)
-        parts = [] if given is None else [(given, np.arange(len(rows)))]
+        indices = _indices(metadata)
+        parts = [] if indices is None else [(indices, np.arange(len(rows)))]
     else:
         drafting = mask.numpy()[: len(rows)].astype(bool)
         parts = [
@@ -176,12 +176,12 @@ def _states(
     rows: Sequence[StepRow], demanded: np.ndarray, holders: Callable[[int], str], arrived: np.ndarray
 ) -> list[WrongNumber]:
     """Whose state each row continues."""
-    given = arrived.astype(np.int64)
-    if len(given) != len(demanded):
-        return [_other_many(rows, len(given), "state indices")]
+    actual = arrived.astype(np.int64)
+    if len(actual) != len(demanded):
+        return [_other_many(rows, len(actual), "state indices")]
     found = []
-    for i in np.flatnonzero(given != demanded).tolist():
-        block = int(given[i])
+    for i in np.flatnonzero(actual != demanded).tolist():
+        block = int(actual[i])
         how = f"its state is taken from block {block}, {holders(block)}; the schedule demands block {demanded[i]}"
         found.append(_wrong(OTHER, rows[i], block, how))
     return found
@@ -190,10 +190,10 @@ def _states(
 def _initial(rows: Sequence[StepRow], blocks: np.ndarray, arrived: np.ndarray) -> list[WrongNumber]:
     """Whether a row begins with a state, or with none."""
     found = []
-    for row, block, given in zip(rows, blocks, arrived.astype(bool).tolist(), strict=True):
-        if given != (row.start > 0):
-            has = "begins with whatever its block holds" if given else "begins without the state of its prefix"
-            how = f"it {has}; the schedule demands {'none' if given else 'it'} at position {row.start}"
+    for row, block, actual in zip(rows, blocks, arrived.astype(bool).tolist(), strict=True):
+        if actual != (row.start > 0):
+            has = "begins with whatever its block holds" if actual else "begins without the state of its prefix"
+            how = f"it {has}; the schedule demands {'none' if actual else 'it'} at position {row.start}"
             found.append(_wrong(OTHER, row, int(block), how, 0))
     return found
 
@@ -202,9 +202,9 @@ def _accepted(rows: Sequence[StepRow], blocks: np.ndarray, arrived: np.ndarray) 
     """How many of the last step's drafts were accepted, which chooses the state that a row goes on from."""
     return [
         _wrong(OTHER, row, int(block),
-               f"{given} tokens were reported as accepted in its last step; it continued by {row.accepted}", 0)
-        for row, block, given in zip(rows, blocks, arrived.tolist(), strict=False)
-        if row.accepted is not None and given != row.accepted
+               f"{actual} tokens were reported as accepted in its last step; it continued by {row.accepted}", 0)
+        for row, block, actual in zip(rows, blocks, arrived.tolist(), strict=False)
+        if row.accepted is not None and actual != row.accepted
     ]  # fmt: skip
 
 
@@ -251,17 +251,17 @@ def metadata_checks(
 
 
 def _slots(
-    rows: list[StepRow], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str], given: np.ndarray
+    rows: list[StepRow], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str], actual: np.ndarray
 ) -> list[WrongNumber]:
     """Where rows are written."""
-    if len(given) == len(demanded) and (given == demanded).all():
+    if len(actual) == len(demanded) and (actual == demanded).all():
         return []
-    if len(given) < len(demanded):
-        how = f"{len(given)} slots for {len(demanded)} rows"
+    if len(actual) < len(demanded):
+        how = f"{len(actual)} slots for {len(demanded)} rows"
         return [WrongNumber(METADATA, rows[0].number, rows[0].name, 0, how)]
     found, at = [], 0
     for row in rows:
-        mine, wanted = given[at : at + row.n], demanded[at : at + row.n]
+        mine, wanted = actual[at : at + row.n], demanded[at : at + row.n]
         at += row.n
         if (mine == wanted).all() or any(
             (mine == _slots_of(row, row.start - back, size)).all() for back in range(1, min(slack, row.start) + 1)
@@ -285,25 +285,25 @@ def _slots_of(row: StepRow, start: int, size: int) -> np.ndarray:
 
 def _lengths(rows: list[StepRow], slack: int, arrived: np.ndarray) -> list[WrongNumber]:
     """How far each request is read."""
-    given, demanded = arrived.astype(np.int64), np.array([row.start + row.n for row in rows])
-    if len(given) != len(demanded):
-        return [_other_many(rows, len(given), "lengths")]
-    short = demanded - given
+    actual, demanded = arrived.astype(np.int64), np.array([row.start + row.n for row in rows])
+    if len(actual) != len(demanded):
+        return [_other_many(rows, len(actual), "lengths")]
+    short = demanded - actual
     return [
         _wrong(METADATA, rows[i], int(rows[i].table[-1]) if len(rows[i].table) else 0,
-               f"its length is {given[i]}; the schedule demands {demanded[i]}")
+               f"its length is {actual[i]}; the schedule demands {demanded[i]}")
         for i in np.flatnonzero((short < 0) | (short > slack)).tolist()
     ]  # fmt: skip
 
 
-def _begins(rows: list[StepRow], given: np.ndarray) -> list[WrongNumber]:
+def _begins(rows: list[StepRow], actual: np.ndarray) -> list[WrongNumber]:
     """Where each request's rows begin."""
     demanded = np.cumsum([0, *(row.n for row in rows)])
-    if len(given) != len(demanded):
-        return [_other_many(rows, len(given) - 1, "first rows")]
-    for i in np.flatnonzero(given != demanded).tolist():
+    if len(actual) != len(demanded):
+        return [_other_many(rows, len(actual) - 1, "first rows")]
+    for i in np.flatnonzero(actual != demanded).tolist():
         row = rows[min(i, len(rows) - 1)]
-        how = f"row {given[i]} is its first; the schedule demands {demanded[i]}"
+        how = f"row {actual[i]} is its first; the schedule demands {demanded[i]}"
         return [WrongNumber(METADATA, row.number, row.name, int(row.table[0]) if len(row.table) else 0, how)]
     return []
 
@@ -320,10 +320,10 @@ def _tables(
     demanded = (blocks[:, None] * split + inner).ravel()
     if len(table) != len(rows) or table.shape[1] <= at.max(initial=-1):
         return [_other_many(rows, len(table), f"block tables of {table.shape[1]} columns")]
-    given = table[of, at]
+    actual = table[of, at]
     found: dict[int, WrongNumber] = {}
-    for i in np.flatnonzero(given != demanded).tolist():
-        row, block, column = rows[int(of[i])], int(given[i]) // split, int(at[i]) // split
+    for i in np.flatnonzero(actual != demanded).tolist():
+        row, block, column = rows[int(of[i])], int(actual[i]) // split, int(at[i]) // split
         if row.number not in found:
             how = (
                 f"its block table names block {block} in column {column}, {holders(block)}; the schedule demands "

@@ -341,7 +341,7 @@ class _Follower:
 
     def _call(self, node: ast.Call, path: _Path) -> Any:
         function = self._value(node.func, path)
-        given = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
+        arguments = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
         named = {k.arg: self._value(k.value, path) for k in node.keywords}
         value = function.value if isinstance(function, _Known) else None
         if isinstance(value, torch.nn.Module):
@@ -349,35 +349,35 @@ class _Follower:
             if name is None or name in path.called:
                 return _Cell(None)
             path.called.add(name)
-            if any(isinstance(v, _Cell) and v.text is None and not v.layers for v in (*given, *named.values())):
+            if any(isinstance(v, _Cell) and v.text is None and not v.layers for v in (*arguments, *named.values())):
                 self._blind.add(name)
             return _Child(name)
         if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
             owner = self._value(node.func.value, path)
             return _part(owner, 0) if isinstance(owner, _Child) else owner
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
-            return self._of_ranks(value, given)
-        if value is isinstance and len(given) == 2 and isinstance(given[1], _Known):
-            return _kind(given[0], given[1].value)
-        if value is len and len(given) == 1 and isinstance(given[0], _Child):
-            return _Length(given[0].path)
-        numbers = not named and all(_is_number(v) for v in given)
+            return self._of_ranks(value, arguments)
+        if value is isinstance and len(arguments) == 2 and isinstance(arguments[1], _Known):
+            return _kind(arguments[0], arguments[1].value)
+        if value is len and len(arguments) == 1 and isinstance(arguments[0], _Child):
+            return _Length(arguments[0].path)
+        numbers = not named and all(_is_number(v) for v in arguments)
         if numbers and callable(value) and getattr(value, "__module__", None) == "math":
-            return _Known(value(*(v.value for v in given)))
-        if isinstance(value, type) and named and not given and all(n is not None for n in named):
+            return _Known(value(*(v.value for v in arguments)))
+        if isinstance(value, type) and named and not arguments and all(n is not None for n in named):
             return {str(n): v for n, v in named.items()}  # a record of outputs by name
-        for v in (*given, *named.values()):
+        for v in (*arguments, *named.values()):
             _lose(v)
         return _Cell(None)
 
-    def _of_ranks(self, function: Any, given: list[Any]) -> Any:
+    def _of_ranks(self, function: Any, arguments: list[Any]) -> Any:
         """A question about the ranks; a sum over one rank."""
-        if not given and function.__name__.startswith("get_"):
+        if not arguments and function.__name__.startswith("get_"):
             return _Known(function())
         from vllm.distributed import get_tensor_model_parallel_world_size
 
         alone = function.__name__ == "tensor_model_parallel_all_reduce" and get_tensor_model_parallel_world_size() == 1
-        return given[0] if alone and len(given) == 1 else _Cell(None)
+        return arguments[0] if alone and len(arguments) == 1 else _Cell(None)
 
     def _arithmetic(self, op: ast.operator, a: Any, b: Any) -> Any:
         if isinstance(a, tuple) and isinstance(op, ast.Add):

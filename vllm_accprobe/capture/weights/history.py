@@ -267,7 +267,7 @@ class WeightLife:
         self._number = -1
         self._loaded: dict[Key, LoadedTensor] = {}
         self._reordered: set[Key] = set()
-        self._said: dict[Key, str] = {}
+        self._written: dict[Key, str] = {}
         self._examined: set[Key] = set()
         self._about: dict[str, Any] = {}
         self._seconds, self._bytes = 0.0, 0
@@ -408,9 +408,9 @@ class WeightLife:
         cls = type(module).__name__
         made = _made(self._rank, self._number, path, cls, name, form, dtype, sums, **more)
         rows = None
-        if len(sums.order) <= MAX_ROWS and self._said.get((path, f"{name} {form}")) != made.order:
+        if len(sums.order) <= MAX_ROWS and self._written.get((path, f"{name} {form}")) != made.order:
             rows = pack_rows(sums.short)
-            self._said[path, f"{name} {form}"] = made.order
+            self._written[path, f"{name} {form}"] = made.order
         self._line(WEIGHT.to_line(made if rows is None else replace(made, rows=rows)))
 
 

@@ -389,7 +389,7 @@ class UnitMeasurer:
         """Where ranks that should hold the same do not, each row shows the worst of them."""
         part = reading.part
         assert part.table is not None
-        for member in _odd_replicas(reading.group):
+        for member in _unequal_replicas(reading.group):
             block = self.mine.replica(reading.group, member)
             if block.data.shape[1] != part.width:
                 continue
@@ -401,14 +401,14 @@ class UnitMeasurer:
                     other[:, definition.MISMATCH] > part.table[places, definition.MISMATCH]
                 )
                 part.table[places[worse]] = other[worse]
-            odd, first = reading.group.records[member].rank, reading.group.first.rank
-            part.replicas = f"ranks differ (rank {odd} from rank {first})"
+            unequal, first = reading.group.records[member].rank, reading.group.first.rank
+            part.replicas = f"ranks differ (rank {unequal} from rank {first})"
 
 
 def _same(golden: Group, mine: Group, all_rows: bool) -> bool:
     """Equal bits by their hashes. Not where a rank's copy differs or NaNs would have to be counted in some rows."""
     prints = golden.fingerprint, mine.fingerprint
-    if prints[0] is None or prints[0] != prints[1] or _odd_replicas(mine):
+    if prints[0] is None or prints[0] != prints[1] or _unequal_replicas(mine):
         return False
     return all_rows or not any(s is None or s.nan or s.inf for s in stats_of(mine))
 
@@ -427,18 +427,18 @@ def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
     return shape[:dim] + shape[dim + 1 :]
 
 
-def _odd_replicas(group: Group) -> list[int]:
+def _unequal_replicas(group: Group) -> list[int]:
     """Members that should equal the one used, and by their hashes do not."""
     if group.merge is None or group.merge.kind != "one":
         return []
-    odd: dict[str, int] = {}
+    unequal: dict[str, int] = {}
     for copies in group.merge.copies:
         first = group.records[copies[0]].hash
         for i in copies[1:]:
             digest = group.records[i].hash
             if digest is not None and first is not None and digest != first and group.records[i].payload is not None:
-                odd.setdefault(digest, i)
-    return list(odd.values())
+                unequal.setdefault(digest, i)
+    return list(unequal.values())
 
 
 BATCH = 8 << 20

@@ -45,7 +45,7 @@ def padding_of(dump: Any) -> dict[str, str]:
     for r in of_sites(dump.records, lambda site: site.tap in padded):
         if r.step is not None:
             real[r.tap].append(r)
-    return {tap: _said(dump, found, real[tap]) for tap, found in padded.items()}
+    return {tap: _kind_of_padding(dump, found, real[tap]) for tap, found in padded.items()}
 
 
 def stood_in_padding(padding: Mapping[str, str], tap: str) -> str:
@@ -56,7 +56,7 @@ def stood_in_padding(padding: Mapping[str, str], tap: str) -> str:
     return f"rows of padding hold {padding[named]} at {named}" if named is not None else ""
 
 
-def _said(dump: Any, padded: list[Record], real: list[Record]) -> str:
+def _kind_of_padding(dump: Any, padded: list[Record], real: list[Record]) -> str:
     if any(r.stats is not None and r.stats.nan + r.stats.inf for r in padded):
         return NONFINITE
     most, usual = (max((_largest(r.stats) for r in records), default=0.0) for records in (padded, real))

@@ -205,24 +205,24 @@ def settle(
 ) -> tuple[np.ndarray, list[RowBlock], str]:
     """(row table, blocks, what to say) of what is to be compared; golden first. flat: the ranks that were read, data
     [1, elements]; table: float64 [1, fields], theirs."""
-    said = ""
+    text = ""
     for side, (loader, group) in enumerate(zip(loaders, groups, strict=True)):
         copies = list(_copies(loader, group))
-        odd = [(rank, block) for rank, block in copies if not _equal(block, flat[side])]
-        if not odd:
+        unequal = [(rank, block) for rank, block in copies if not _equal(block, flat[side])]
+        if not unequal:
             continue
         if group.merge is not None and group.merge.note == TAKEN_FOR_COPIES:
             trial, found = _trial(flat, side, _sum([flat[side], *(block for _, block in copies)]))
             if trial[side].data.dtype == np.float64 and found[0, definition.DD] < NEARER * table[0, definition.DD]:
-                table, flat, said = found, trial, SUMMED
+                table, flat, text = found, trial, SUMMED
                 continue
-        for rank, block in odd if side else ():
+        for rank, block in unequal if side else ():
             trial, found = _trial(flat, side, block)
             differ = f"ranks differ (rank {rank} from rank {group.first.rank})"
-            said = said or differ
+            text = text or differ
             if tuple(found[0, _BY_ERROR]) > tuple(table[0, _BY_ERROR]):
-                table, flat, said = found, trial, differ
-    return table, flat, said
+                table, flat, text = found, trial, differ
+    return table, flat, text
 
 
 def _copies(loader: Loader, group: Group) -> Iterator[tuple[int, RowBlock]]:
@@ -408,13 +408,13 @@ class RowReader:
         whole = self._whole[:nbytes].view(storage).reshape(shape)
         before = (slice(None),) * plan.dim
         at = 0
-        held, part = -1, whole
+        key, part = -1, whole
         for k, first, last in plan.pieces:
-            if k != held:
+            if k != key:
                 record = group.records[plan.use[k]]
                 rows = prod(record.shape[1:]) * storage.itemsize
                 self._piece = _room(self._piece, rows * (stop - start))
-                part, held = self._part(group, plan.use[k], start, stop, self._piece), k
+                part, key = self._part(group, plan.use[k], start, stop, self._piece), k
             whole[(*before, slice(at, at + last - first))] = part[(*before, slice(first, last))]
             at += last - first
         return whole

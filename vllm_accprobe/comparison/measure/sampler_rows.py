@@ -182,9 +182,9 @@ class RequestedRows:
         ]  # fmt: skip
         for key in sorted(differing, key=lambda k: (mine.places[k].step, k))[:_MOST]:
             both = [side.values(unit.TOKEN, side.places[key]) for side in self._sides]
-            told = self.of(key, [None if t is None else int(t[0]) for t in both])
-            if told is not None:
-                found.append({"key": key} | told)
+            row = self.of(key, [None if t is None else int(t[0]) for t in both])
+            if row is not None:
+                found.append({"key": key} | row)
         return found
 
     def flips(self) -> list[dict[str, Any]]:
@@ -196,8 +196,8 @@ class RequestedRows:
             best = [side.chosen_from(flip.key) for side in self._sides]
             requests = self._plan.requests.pairs[flip.pair][:2]
             masks = [side.masks(flip.key, request) for side, request in zip(self._sides, requests, strict=True)]
-            asked = self.of(flip.key, (flip.golden, flip.mine))
-            found.append({"flip": asdict(flip), "best": best, "masks": masks, "asked": asked})
+            row = self.of(flip.key, (flip.golden, flip.mine))
+            found.append({"flip": asdict(flip), "best": best, "masks": masks, "asked": row})
         return found
 
     def _differs(self, golden: _RowPlace, mine: _RowPlace) -> bool:

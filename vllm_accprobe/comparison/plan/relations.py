@@ -56,8 +56,8 @@ def _chooser(
     says: dict[str, Any] = {}
     for module in modules:
         if "top_k" in module.attrs or "router.class" in module.attrs or "num_group" in module.attrs:
-            around = choosing.startswith(f"{module.tap}.") or near_ties.in_front_of(module.tap, choosing)
-            says |= module.attrs if around else {}
+            inside = choosing.startswith(f"{module.tap}.") or near_ties.in_front_of(module.tap, choosing)
+            says |= module.attrs if inside else {}
     found = {name: says.get(f"router.{name}", says.get(name)) for name in _CHOICE}
     groups, top, grouped = found["num_expert_group"], found["topk_group"], found["use_grouped_topk"]
     groups = says.get("num_group") if groups is None else groups
@@ -118,8 +118,8 @@ def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
         if holders and is_logits(tap, role, unit.cls):
             own = [holder for holder in holders if near_ties.in_front_of(tap, holder)]
             block = tap.rpartition(".")[0] + "."
-            told = any(near_ties.in_front_of(tap, choice) for choice in chosen)
-            if own and not told and not any(bias.startswith(block) for bias in biased):
+            routed = any(near_ties.in_front_of(tap, choice) for choice in chosen)
+            if own and not routed and not any(bias.startswith(block) for bias in biased):
                 takes = min(holders[holder] for holder in own)
         out.append(replace(unit, takes=takes) if takes else unit)
     return out

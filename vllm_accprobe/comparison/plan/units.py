@@ -262,7 +262,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     untapped: Untapped = NOTHING
 
-    def odd_copies(self) -> int:
+    def unequal_copies(self) -> int:
         """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
         measured, because they can be errors."""
         copies = ((g, c) for u in self.units for g in u.golden for c in (g.merge.copies if g.merge else ()))
@@ -306,7 +306,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     layers = [Layers(o, _modules(d), unseen_taps(d)) for d, o in zip((golden, mine), orders, strict=True)]
     skipped = names.skips() + apart + (stepwise.skipped if stepwise is not None else Counter())
     notes = list(stepwise.notes) if stepwise is not None else []
-    notes += _said_unsummed("golden", golden, shares[0]) + _said_unsummed("mine", mine, shares[1])
+    notes += _unsummed_notes("golden", golden, shares[0]) + _unsummed_notes("mine", mine, shares[1])
     partners = None
     if stepwise is not None:
         partners = dict(stepwise.pairs), {m: g for g, m in stepwise.pairs}
@@ -389,7 +389,7 @@ def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, para
     return _Placed(groups)
 
 
-def _said_unsummed(side: str, dump: Any, shares: Loose) -> list[str]:
+def _unsummed_notes(side: str, dump: Any, shares: Loose) -> list[str]:
     taps = unsummed_taps(dump, shares) if shares else []
     if not taps:
         return []

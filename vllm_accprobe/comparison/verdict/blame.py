@@ -92,7 +92,7 @@ def origin_entry(
     if trace.kind == PARAM:
         found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
-    said = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
+    text = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
     graph = _graph_of(c, setting, places)
     return cast("OriginEntry", {
         "module": c.tap,
@@ -112,7 +112,7 @@ def origin_entry(
         "rows": len(c.keys),
         "worst": worst,
         "nonfinite": 0,
-        "shape": said,
+        "shape": text,
         "setting": "",
         "cause": None,
     } | ({"graph": graph} if graph else {}))  # fmt: skip
@@ -213,9 +213,9 @@ def _graph_rows(c: Origin, stats: TensorStats, setting: ComparisonContext, place
 
 def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
     """int64 [len(keys), k]: the experts of each row, -1 where not known; None for a tap outside of experts."""
-    for told, found in chosen.items():
-        root = told.partition(".experts")
-        if not (tap == told or (root[1] and tap.startswith(root[0] + root[1]))):
+    for report, found in chosen.items():
+        root = report.partition(".experts")
+        if not (tap == report or (root[1] and tap.startswith(root[0] + root[1]))):
             continue
         known, experts = np.concatenate([k for k, _ in found]), np.concatenate([e for _, e in found])
         order = np.argsort(known, kind="stable")
@@ -252,8 +252,8 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
             mask = np.isin(c.keys, keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
-            told = pair.status not in (PASS, FAIL) or pair.measure == "created" or pair.identical
-            if mask.any() and not told and (pair.status == PASS or (math.isfinite(most) and limit > 0)):
+            skip = pair.status not in (PASS, FAIL) or pair.measure == "created" or pair.identical
+            if mask.any() and not skip and (pair.status == PASS or (math.isfinite(most) and limit > 0)):
                 gap = c.trace.gap
                 where = counted(gap, "unseen layer") if gap else "one operator"
                 does = f"shows an error that was created since {since}," if since else "introduces an error"
@@ -282,22 +282,23 @@ def judge_flips(
         sides = [near_ties.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        asked = near_ties.RequestedRow.of(found.get("asked"))
-        why = near_ties.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
-        said = asked.sentence(why) if why in near_ties.FAILED else ("", "")
-        words = ": ".join(filter(None, said))
+        requested = near_ties.RequestedRow.of(found.get("asked"))
+        why = near_ties.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, requested)
+        text = requested.sentence(why) if why in near_ties.FAILED else ("", "")
+        words = ": ".join(filter(None, text))
         entries.append(near_ties.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
         verdicts[flip.key] = why
         if why in near_ties.FAILED:
-            side = asked.side(why)
-            failed.append(_Failed(flip.key, why, said, asked.ways[side], asked.left[side]))
+            side = requested.side(why)
+            failed.append(_Failed(flip.key, why, text, requested.ways[side], requested.left[side]))
     for found in setting.processed:
-        asked = near_ties.RequestedRow.of(found)
-        by_request = asked.verdict(flipped=False)
+        requested = near_ties.RequestedRow.of(found)
+        by_request = requested.verdict(flipped=False)
         if by_request in near_ties.FAILED:
             why = str(by_request)
-            side = asked.side(why)
-            failed.append(_Failed(int(found["key"]), why, asked.sentence(why), asked.ways[side], asked.left[side]))
+            side = requested.side(why)
+            ways, left = requested.ways[side], requested.left[side]
+            failed.append(_Failed(int(found["key"]), why, requested.sentence(why), ways, left))
     out = []
     for pair, keys in pairs:
         if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
@@ -313,7 +314,7 @@ class _Failed:
 
     key: int
     why: str
-    said: tuple[str, str]
+    words: tuple[str, str]
     ways: tuple[Way, ...]
     left: str = ""
 
@@ -330,8 +331,8 @@ def _sampler_origins(
 ) -> list[OriginEntry]:  # fmt: skip
     """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
     an unknown past explains do neither."""
-    if any(row.left == WRONG and not row.said[0] for row in failed):
-        failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
+    if any(row.left == WRONG and not row.words[0] for row in failed):
+        failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), words=("", row.words[1])) if row.weak else row
                   for row in failed]  # fmt: skip
     out: list[OriginEntry] = []
     for verdicts, role in (((near_ties.PROCESSED, near_ties.GOLDEN_PROCESSED), MASKED_LOGITS),
@@ -341,16 +342,16 @@ def _sampler_origins(
             continue
         first = rows[places.earliest(np.array([row.key for row in rows]))]
         request, where = setting.name(first.key)
-        processor, said = first.said
+        processor, text = first.words
         words, how = commonest(row.ways for row in rows)
         if role == MASKED_LOGITS and words:
             processor = f"logits processor: {' and '.join(words)}"
-            said = messages.join(said, how) if (words, how) in first.ways else said
+            text = messages.join(text, how) if (words, how) in first.ways else text
         cls = processor or setting.classes.get(SAMPLER, "")
         out.append({
             "module": SAMPLER, "class": cls, "role": role, "request": request, "position": where,
             "phase": places.phase(first.key), "created": 1.0, "propagated": 0.0, "floor": 0.0, "evidence": "values",
-            "rows": len(rows), "worst": 1.0, "shape": said,
+            "rows": len(rows), "worst": 1.0, "shape": text,
         })  # fmt: skip
     return out
 

@@ -61,8 +61,8 @@ class DumpFacts:
         return f"{self.path.rstrip('/')}-{what}"
 
     def capture(self, what: str, dtype: str | None = None, **settings: str) -> str:
-        given = {"": "1", "DIR": self.again(what)} | settings
-        names = " ".join(f"VLLM_ACCPROBE{'_' * bool(k)}{k}={_word(v)}" for k, v in given.items())
+        values = {"": "1", "DIR": self.again(what)} | settings
+        names = " ".join(f"VLLM_ACCPROBE{'_' * bool(k)}{k}={_word(v)}" for k, v in values.items())
         if not self.ours or not str(self.of("engine", "runner") or "").startswith("vllm"):
             more = "".join(f", {k}={_word(v)}" for k, v in settings.items()) + (f", in {dtype}" if dtype else "")
             return f"# what made {_word(self.path)} again{more}, into {_word(self.again(what))}"

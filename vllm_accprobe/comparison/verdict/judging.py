@@ -472,9 +472,9 @@ class _Judge:
             raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
         self._check_floor()
         places = blame.Places(setting)
-        told: dict[str, float] = {}
+        reported: dict[str, float] = {}
         flow = DataFlow(self.traces, setting.tree)
-        created = find_origins(flow, self.standard, setting.images, self.rate, told, self.shelf)
+        created = find_origins(flow, self.standard, setting.images, self.rate, reported, self.shelf)
         created, excused = self._not_excused(created)
         routing = [(t, r, c) for (t, r, _), c in ((u.key, u.cls) for u in self.measured.units)]
         seen = [tap for tap, role, cls in routing if is_choice(role, cls) or is_logits(tap, role, cls)]
@@ -504,7 +504,7 @@ class _Judge:
         rows = self.log.table(pairs, setting.names)
         images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
-        said = [
+        lines = [
             *nonfinite_steps(blamed),
             *messages.one_sided(setting.coverage, setting.notes, flipped),
             *built_notes(blamed, setting.built),
@@ -514,7 +514,7 @@ class _Judge:
         ]
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
         of_states = state_notes(setting.states)
-        notes = [*place_notes(setting.weights), *alone, *of_states, *setting.notes, *images, *about_floor, *said]
+        notes = [*place_notes(setting.weights), *alone, *of_states, *setting.notes, *images, *about_floor, *lines]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -542,7 +542,7 @@ class _Judge:
             by_chance=self.rate,
             states=setting.states,
             weights=setting.weights,
-            created=told,
+            created=reported,
         )
 
     def _why_nothing(self) -> str:

@@ -172,8 +172,8 @@ class _Flow:
         if t.kind == INPUT and t.key in self.links:
             maker, by = self.links[t.key]
             return maker[0], maker[1], t.key, t.role, by
-        given = [s for s in self.flow.before(t) if s.kind == OUTPUT] if t.kind == INPUT else []
-        last = max(given, key=lambda s: s.order, default=None)
+        outputs = [s for s in self.flow.before(t) if s.kind == OUTPUT] if t.kind == INPUT else []
+        last = max(outputs, key=lambda s: s.order, default=None)
         return (t.tap, t.role, t.key, t.role, OWN) if last is None else (last.tap, last.role, t.key, t.role, ORDER)
 
     def _behind(self, sink: PlainTensor) -> list[_Place]:
@@ -211,11 +211,11 @@ class _Flow:
 
 
 def with_neighbours(
-    origins: Iterable[OriginEntry], around: Iterable[OriginNeighbours | None], sources: Sources
+    origins: Iterable[OriginEntry], neighbours: Iterable[OriginNeighbours | None], sources: Sources
 ) -> list[dict[str, Any]]:
     """compare.json's origins: with their neighbours, and where their code is."""
     out = []
-    for origin, near in zip(origins, around, strict=True):
+    for origin, near in zip(origins, neighbours, strict=True):
         code = sources.get(str(origin.get("module")))
         known = {"source": dict(zip(("golden", "mine"), code, strict=True))} if code is not None else {}
         out.append({"gap": None} | dict(origin) | (near.plain() if near is not None else {}) | known)

@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
-from vllm_accprobe.comparison.measure.read import said as figures_said
+from vllm_accprobe.comparison.measure.read import said as figures_text
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.dump.record_table import by_column
 from vllm_accprobe.dump.schema import DECODE, PREFILL
@@ -76,7 +76,7 @@ def make_pair(
     elif part.table is None:
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
-        clause = messages.join(clause, figures_said(part.figures))
+        clause = messages.join(clause, figures_text(part.figures))
     numbers = {} if metrics is None else _numbers(part, metrics)
     # Without a finite position there is no largest error, and all there is to compare are the NaNs.
     same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]

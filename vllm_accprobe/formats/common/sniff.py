@@ -196,9 +196,9 @@ def find(path: Path) -> tuple[Path, DumpFormat | None, list[str]]:
     """(where the dump is, its format or None for our own, what to say: where that is not ``path``, and which other
     package's format cannot be used). A path that misses a dump by a folder is put right. Raises DumpError
     for what is none."""
-    place, said = own(path)
+    place, reason = own(path)
     if is_own(place):
-        return place, None, [said] if said else []
+        return place, None, [reason] if reason else []
     if place.is_dir():
         try:
             os.listdir(place)
@@ -210,12 +210,12 @@ def find(path: Path) -> tuple[Path, DumpFormat | None, list[str]]:
     if place.is_dir() and (found is None or found.loose):
         strict = [f for f in known if f.strict]
         if below := dumps_below(place, lambda p: recognise(p, strict, problems) is not None):
-            place, said = only(place, below)
+            place, reason = only(place, below)
             found = recognise(place, known, problems)
     problems = list(dict.fromkeys(problems))
     if found is None:
         raise DumpError("; ".join((_unknown(path), *problems)))
-    return place, found, [said, *problems] if said else problems
+    return place, found, [reason, *problems] if reason else problems
 
 
 def _unknown(path: Path) -> str:

@@ -363,15 +363,15 @@ def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick 
 
     Dtypes that the format does not know (complex, some 8-bit floats) are noted in its metadata, ``accprobe.dtypes``.
     Returns 0: nothing is left out."""
-    entries, at, odd = [], 0, {}
+    entries, at, unaligned = [], 0, {}
     for r, name in zip(records, record_keys(records), strict=True):
         info = DTYPES[r.dtype]
         nbytes = prod(r.shape) * info.itemsize
         entries.append(HeaderEntry(name, r.dtype, tuple(r.shape), at, nbytes))
         at += nbytes
         if info.tail or (info.safetensors == "U8" and r.dtype != "uint8"):
-            odd[name] = r.dtype
-    metadata = {DTYPES_NOTE: note_text(odd).decode()} if odd else {}
+            unaligned[name] = r.dtype
+    metadata = {DTYPES_NOTE: note_text(unaligned).decode()} if unaligned else {}
     room = sum(entry_room(e.key, "", len(e.shape)) for e in entries) + 4096 + 2 * sum(map(len, metadata.values()))
     room += -(8 + room) % 64
     with open(path, "xb") as f:

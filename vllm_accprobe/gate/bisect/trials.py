@@ -144,11 +144,11 @@ class Trials:
     switches, which decide, too."""
 
     def __init__(
-        self, out: Path, asked: TrialPrompts, versions: Mapping[str, str], made: Mapping[str, Any],
+        self, out: Path, prompts: TrialPrompts, versions: Mapping[str, str], made: Mapping[str, Any],
         variables: Iterable[str] = (),
     ):  # fmt: skip
         self._variables = frozenset(variables)
-        self._out, self._asked, self._versions, self._made = out / "trials", asked, dict(versions), dict(made)
+        self._out, self._asked, self._versions, self._made = out / "trials", prompts, dict(versions), dict(made)
         self._ran: set[str] = set()
 
     def key(self, command: ServeCommand, again: int = 0) -> str:
@@ -193,18 +193,18 @@ class Trials:
         return found
 
     def _serve(self, command: ServeCommand, place: Path) -> None:
-        asked, environ = self._asked, command.full()
+        answers, environ = self._asked, command.full()
         # The custom operators of the model are told at this level alone; with --enable-log-requests it tells prompts.
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
-        made = self._made | {"source": asked.source}
-        with served("the run", shlex.join(command.words), environ, place, asked.ready, asked.say) as run:
+        made = self._made | {"source": answers.source}
+        with served("the run", shlex.join(command.words), environ, place, answers.ready, answers.say) as run:
             server = run.command
-            plain = Sender(server.url, server.key, asked.timeout, asked.top, asked.max_tokens, asked.model)
-            with waiting(lambda: "the run is sent the prompts", asked.say):
+            plain = Sender(server.url, server.key, answers.timeout, answers.top, answers.max_tokens, answers.model)
+            with waiting(lambda: "the run is sent the prompts", answers.say):
                 sender, about = plain.introduced()
                 passes.send(
-                    sender, about, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made
+                    sender, about, list(answers.lines), list(answers.arrive), answers.concurrency, place / FOLDER, made
                 )
 
     def _known(self, key: str, place: Path) -> Tried | None:

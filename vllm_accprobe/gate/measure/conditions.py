@@ -222,13 +222,13 @@ class GateCondition:
 
 @dataclass(frozen=True)
 class Axis:
-    """values: float64 [n] of the tokens, NaN unknown. up: the condition is "from a value on", else "up to". said: the
-    sentence for (the last value without, the first with it, the tokens that have it)."""
+    """values: float64 [n] of the tokens, NaN unknown. up: the condition is "from a value on", else "up to".
+    sentence: what is printed for (the last value without, the first with it, the tokens that have it)."""
 
     name: str
     values: np.ndarray
     up: bool
-    said: Callable[[int, int, np.ndarray], tuple[int | None, str]]
+    sentence: Callable[[int, int, np.ndarray], tuple[int | None, str]]
 
     def mask(self, value: float) -> np.ndarray:
         with np.errstate(invalid="ignore"):
@@ -343,8 +343,8 @@ def _best(axis: Axis, y: np.ndarray, known: np.ndarray, share: float) -> _Cut | 
     i = int(between.argmax())
     if not between[i]:
         return None
-    around = float(np.square(y[use] - whole / every).sum()) + every * GRAIN**2
-    likelihood = share * every / 2 * math.log(around / (around - float(between[i])))
+    residue = float(np.square(y[use] - whole / every).sum()) + every * GRAIN**2
+    likelihood = share * every / 2 * math.log(residue / (residue - float(between[i])))
     below, value = (values[i], values[i + 1]) if axis.up else (values[i + 1], values[i])
     return _Cut(axis, float(below), float(value), axis.mask(value), likelihood)
 
@@ -360,5 +360,5 @@ def _only(table: Table, sizes: Sizes, mask: np.ndarray, rate: float) -> bool:
 
 
 def _named(cut: _Cut) -> GateCondition:
-    at, sentence = cut.axis.said(int(cut.below), int(cut.value), cut.mask)
+    at, sentence = cut.axis.sentence(int(cut.below), int(cut.value), cut.mask)
     return GateCondition("batch" if cut.axis.name == "least" else cut.axis.name, at, sentence)

@@ -178,8 +178,8 @@ def scored(reply: Reply, answer: Any, first: int) -> Reply:
     the answer to those before."""
     try:
         choice = answer["choices"][0]
-        said, ids = choice["prompt_logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        places = [{int(i): t["logprob"] for i, t in place.items()} for place in said[first:]]
+        scores, ids = choice["prompt_logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        places = [{int(i): t["logprob"] for i, t in place.items()} for place in scores[first:]]
         chosen = [int(i) for i in ids[first:]]
         tops = [_best(place) for place in places]
         return replace(
@@ -447,8 +447,8 @@ def _message(answer: Any, line: PromptLine) -> str:
     """``: This model's maximum context length is ...``: what the server says, in one line. Where it quotes the prompt
     of ``line``, which is a user's, there is ``...``."""
     error = answer.get("error", answer) if isinstance(answer, dict) else None
-    said = [error, error.get("message"), error.get("detail")] if isinstance(error, dict) else [error]
-    text = next((v for v in said if isinstance(v, str)), "")
+    candidates = [error, error.get("message"), error.get("detail")] if isinstance(error, dict) else [error]
+    text = next((v for v in candidates if isinstance(v, str)), "")
     for quoted in (line.text, *(m.get("content") for m in line.messages or ())):
         text = _without(text, quoted) if isinstance(quoted, str) else text
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())

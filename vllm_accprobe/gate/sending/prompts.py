@@ -68,13 +68,13 @@ def shipped_lines() -> Iterator[dict[str, Any]]:
 
 def _story(tokens: int, seed: int) -> str:
     draw = random.Random(seed)
-    said: list[str] = []
+    lines: list[str] = []
     left = tokens * 4
     while left > 0:
         words = " ".join(draw.choice(of) for of in (_SUBJECTS, _VERBS, _OBJECTS, _WHEN))
-        said.append(words[0].upper() + words[1:] + ".")
-        left -= len(said[-1]) + 1
-    return " ".join(said)
+        lines.append(words[0].upper() + words[1:] + ".")
+        left -= len(lines[-1]) + 1
+    return " ".join(lines)
 
 
 def _table(tokens: int) -> str:
@@ -206,8 +206,8 @@ def read(source: str, note: Callable[[str], object] | None = None) -> list[Promp
     if ignored and note is not None:
         names = [f"{name} ({n:,})" for name, n in ignored.most_common(_MOST_NAMED)]
         more = f" and {len(ignored) - len(names):,} more" if len(ignored) > len(names) else ""
-        said = ", ".join(names) + more
-        note(f"{path}: fields that are no parameters of vLLM's, and not sent, with how many lines: {said}")
+        listed = ", ".join(names) + more
+        note(f"{path}: fields that are no parameters of vLLM's, and not sent, with how many lines: {listed}")
     return _named(found)
 
 
@@ -318,10 +318,10 @@ def _first(value: dict[str, Any], *keys: str) -> Any:
     return next((value[k] for k in keys if value.get(k) is not None), None)
 
 
-def _name(given: Any, where: str) -> str:
-    if given is None:
+def _name(value: Any, where: str) -> str:
+    if value is None:
         return ""
-    name = str(given)
+    name = str(value)
     if not name or len(name) > 200 or not all("!" <= c <= "~" for c in name):
         raise PromptsError(f"{where}: id is at most 200 printable ASCII characters without blanks: it is the request's")
     return name
@@ -337,12 +337,12 @@ def _conversation(turns: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _image(given: Any, where: str, folder: Path) -> str:
-    if not isinstance(given, str):
+def _image(value: Any, where: str, folder: Path) -> str:
+    if not isinstance(value, str):
         raise PromptsError(f"{where}: an image is a file or a URL")
-    if given.startswith(("data:", "http://", "https://")):
-        return given
-    path = folder / given
+    if value.startswith(("data:", "http://", "https://")):
+        return value
+    path = folder / value
     try:
         if path.stat().st_size > MAX_IMAGE:
             raise PromptsError(f"{where}: {path} is larger than {MAX_IMAGE >> 20} MiB")

@@ -451,13 +451,13 @@ class Neighbours:
         self, past: Past, what: Call, rank: int, place: tuple[int, int], records: Mapping[str, Record]
     ) -> dict[str, Any]:  # fmt: skip
         """``cache``, what this call reads, itself included. Raises DumpError."""
-        held = self.held(past, rank, what.name, place, records)
-        record = held.get(past.names[0])
+        state = self.held(past, rank, what.name, place, records)
+        record = state.get(past.names[0])
         space = self._index.dump.rows.get((rank, place[0], record.rows)) if record is not None and record.rows else None
-        if space is None or len(held) < len(past.names):
+        if space is None or len(state) < len(past.names):
             return {}
         own = past.carried is None
-        tensors = {n: what.inputs[n] if own and n in what.inputs else self._index.read(r) for n, r in held.items()}
+        tensors = {n: what.inputs[n] if own and n in what.inputs else self._index.read(r) for n, r in state.items()}
         if any(len(t) != space.n for t in tensors.values()):
             return {}
         past.write(space, tensors)
@@ -625,8 +625,8 @@ class Neighbours:
         for child in children:
             if (rank, child) not in self._by_step:
                 by = self._by_step[rank, child] = {}
-                for (s, _), held in self._index.by_tap[rank, child].items():
-                    by.setdefault(s, []).append(held)
+                for (s, _), by_role in self._index.by_tap[rank, child].items():
+                    by.setdefault(s, []).append(by_role)
             for records in self._by_step[rank, child].get(step, ()):
                 found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
         return sorted(found, key=lambda f: f[2].seq)

@@ -6,7 +6,7 @@ a composite function they are no gradients of its arguments at all. The idea: th
 made again, from its recorded inputs, in float64; the last node of that graph gives the same list in the same order.
 Where the shapes differ, gradients of the arguments in their order are tried; else the row says so. Of statistics
 everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
-Elsewhere: gradients without a record (run/replay.py), of fused operators (records.py, references/gradients.py).
+Elsewhere: gradients without a record (run/check_calls.py), of fused operators (records.py, references/gradients.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.gradients import SavedOutputs, leaves_of, noise_of
 from vllm_accprobe.opcheck.run import synthetic_inputs
+from vllm_accprobe.opcheck.run.check_calls import Options, by_standard
 from vllm_accprobe.opcheck.run.judged_row import judged, message_of
-from vllm_accprobe.opcheck.run.replay import Options, by_standard
 from vllm_accprobe.opcheck.run.result_row import OURS, SKIP, STRICT, CheckResult, unchecked
 
 _CALL = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
@@ -78,8 +78,8 @@ class RecordedGradients:
         except (_Lacking, Declined, NotKept, RuntimeError, TypeError, ValueError, NotImplementedError) as why:
             text = why.reason if isinstance(why, Declined) else " ".join(str(why).split())[:160]
             seq = max((r.seq for r in c.records.values()), default=c.seq)
-            said = f"no gradient: {text}"
-            yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, said, status=SKIP, role="grad.")
+            reason = f"no gradient: {text}"
+            yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, reason, status=SKIP, role="grad.")
             return
         for role, exact, mine, noise in found:
             dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)

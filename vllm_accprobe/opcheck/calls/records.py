@@ -8,7 +8,7 @@ recorded come from the command line (``--attribute eps=1e-6``); a norm's epsilon
 inputs and outputs (`fit`). A recorded backward run becomes the call of its forward, with the gradients in
 ``extra["up"]``; its class begins with ``backward.``.
 Elsewhere: where a record is found (module_index.py), what other records add to a call (neighbours.py), tensors whose
-numbers are of a coarser dtype (grid.py), what is done with a call (run/replay.py).
+numbers are of a coarser dtype (grid.py), what is done with a call (run/check_calls.py).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class GradientCalls:
     def _named(self) -> Any:
         for (rank, tap), ops in self._index.ops.items():
             for op in ops:
-                held = self._index.op_records.get((rank, tap), {}).get((op.step, op.call), {})
-                for record in held.values():
+                records = self._index.op_records.get((rank, tap), {}).get((op.step, op.call), {})
+                for record in records.values():
                     if match := _NAME.match(record.name):
                         yield (rank, op.step, match[1]), op
                         break
@@ -142,12 +142,12 @@ def _fitted(parts: NormParts, y: Any, unit: float) -> EpsilonFit | None:
 
 @dataclass(frozen=True)
 class ChosenEpsilon:
-    """value: None where none was chosen; slack: relative error of y that the choice leaves; said: where it comes from,
+    """value: None where none was chosen; slack: relative error of y that the choice leaves; source: where it is from,
     or why there is none."""
 
     value: float | None
     slack: float
-    said: str
+    source: str
 
 
 def choose(fits: Sequence[EpsilonFit]) -> ChosenEpsilon:
@@ -240,7 +240,7 @@ class MissingAttributes:
             taps = [tap for r, tap in self._index.by_tap if r == rank and self._index.cls_of(r, tap) == cls]
             fits = [f for f in (self._fit(rank, tap, cls) for tap in taps[:_FITTED]) if f is not None]
             chosen = self._chosen[rank, cls] = choose(fits)
-            self._index.problems.append(f"{cls}: {chosen.said}")
+            self._index.problems.append(f"{cls}: {chosen.source}")
         return self._chosen[rank, cls]
 
     def _fit(self, rank: int, tap: str, cls: str) -> Any:
@@ -255,7 +255,7 @@ class MissingAttributes:
 
 def _with_epsilon(call: Call, chosen: ChosenEpsilon) -> Call:
     attrs = dict(call.attrs) if chosen.value is None else {**call.attrs, EPSILONS[0]: chosen.value}
-    return replace(call, attrs=attrs, extra={**call.extra, "epsilon": {"slack": chosen.slack, "said": chosen.said}})
+    return replace(call, attrs=attrs, extra={**call.extra, "epsilon": {"slack": chosen.slack, "said": chosen.source}})
 
 
 @dataclass(frozen=True)
@@ -453,10 +453,10 @@ class Calls(ModuleIndex):
         space = self._space(rank, place[0], records)
         if past is None or space is None or not past.wants(space):
             return
-        held = self._neighbours.held(past, rank, tap, place, records)
-        if len(held) == len(past.names) and all(r.shape[:1] == (space.n,) for r in held.values()):
+        kept = self._neighbours.held(past, rank, tap, place, records)
+        if len(kept) == len(past.names) and all(r.shape[:1] == (space.n,) for r in kept.values()):
             with contextlib.suppress(DumpError):  # then later rows have no history, and say so
-                past.write(space, {n: self.read(r) for n, r in held.items()})
+                past.write(space, {n: self.read(r) for n, r in kept.items()})
 
     def _parts(
         self, rank: int, cls: str, step: int, records: Mapping[str, Record], chosen: Chosen, runs: Runs
@@ -534,11 +534,11 @@ class Calls(ModuleIndex):
         crashed: Mapping[tuple[int | None, int], str], chosen: Chosen | None = None,
     ) -> Iterator[Captured]:  # fmt: skip
         self.parameters.forget()
-        held, params = self.op_records.get((rank, tap), {}), Params()
+        by_role, params = self.op_records.get((rank, tap), {}), Params()
         for op in self.ops[rank, tap]:
             if chosen is not None and (op.step, op.call) not in chosen.places:
                 continue
-            records = held.get((op.step, op.call), {})
+            records = by_role.get((op.step, op.call), {})
             begins(op.step, op.call)
             if (op.step, op.call) in crashed:
                 why = crashed[op.step, op.call]

@@ -400,9 +400,9 @@ def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[WorstRequest]:
     (heads, kv, head), settings = sizes(call), _settings(call)
     if settings["sinks"] is not None or settings["slopes"] is not None or settings["cap"]:
         raise Declined("a search for plain scores only")
-    given, expected = trial.mine(), trial.plain["output.0"]
-    mine, value = (t.double().reshape(given.shape[0], heads, -1) for t in (given, expected.value))
-    q = call.wide("query").reshape(given.shape[0], heads, head)
+    inputs, expected = trial.mine(), trial.plain["output.0"]
+    mine, value = (t.double().reshape(inputs.shape[0], heads, -1) for t in (inputs, expected.value))
+    q = call.wide("query").reshape(inputs.shape[0], heads, head)
     off: list[tuple[float, int, Any, Any, Mapping[str, Any]]] = []
     for number, (at, positions, past) in enumerate(trial.extra("cache").requests(True)):
         size = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))

@@ -134,11 +134,11 @@ class Explanation:
         proof = self.found[0].proof
         clauses = list(dict.fromkeys(f.clause for f in self.found))
         more = f", or in {len(clauses) - _MOST_SAID} more ways" if len(clauses) > _MOST_SAID else ""
-        said = f"mine's output is what this {self.cls} gives {', or '.join(clauses[:_MOST_SAID])}{more}"
+        sentence = f"mine's output is what this {self.cls} gives {', or '.join(clauses[:_MOST_SAID])}{more}"
         if proof.whole:
-            return said
+            return sentence
         where = "row" if proof.wrong == 1 else f"{proof.wrong:,} rows"
-        return f"in the {where} of {proof.rows:,} examined that {'is' if proof.wrong == 1 else 'are'} wrong, {said}"
+        return f"in the {where} of {proof.rows:,} examined that {'is' if proof.wrong == 1 else 'are'} wrong, {sentence}"
 
     def plain(self) -> dict[str, Any]:
         """compare.json's ``origins[].cause``."""
@@ -307,17 +307,17 @@ def search(
                 proved.append((place, x))
         if ends.over():
             break
-    held = [x for _, x in sorted(proved, key=lambda p: p[0])]  # as they stand, whatever the order in which they ran
-    held = [x for x in held if x.proof.log_chance(x.guess, tried * x.guess.choices) <= math.log(RATE)]
-    if not held:
+    fits = [x for _, x in sorted(proved, key=lambda p: p[0])]  # as they stand, whatever the order in which they ran
+    fits = [x for x in fits if x.proof.log_chance(x.guess, tried * x.guess.choices) <= math.log(RATE)]
+    if not fits:
         return None
     first_fit: dict[int, ProvedCause] = {}  # of each cause: of all rows, and of numbers as they are, before others
-    for x in held:
+    for x in fits:
         if x.guess.fitted:
             first_fit.setdefault(id(x.what), x)
-    held = [x for x in held if not x.guess.fitted or first_fit[id(x.what)] is x]
-    best = min(held, key=_order)
-    equal = [x for x in held if _order(x) == _order(best)]
+    fits = [x for x in fits if not x.guess.fitted or first_fit[id(x.what)] is x]
+    best = min(fits, key=_order)
+    equal = [x for x in fits if _order(x) == _order(best)]
     return Explanation(tuple(equal), trials[0].call.cls, tried, len(examined))
 
 
@@ -373,8 +373,8 @@ class Failures:
     def add(self, one: CauseRow, error: Exception, tap: str) -> None:
         name = f"{one.change.__module__}.{one.name}"
         self._count[name] += 1
-        said = " ".join(str(error).split())[:120]
-        self._first.setdefault(name, f"the cause {name} failed, at first in {tap}: {type(error).__name__}: {said}")
+        text = " ".join(str(error).split())[:120]
+        self._first.setdefault(name, f"the cause {name} failed, at first in {tap}: {type(error).__name__}: {text}")
 
     def lines(self, counted: bool = False) -> list[str]:
         """A sentence for each; counted: with how often."""

@@ -107,7 +107,7 @@ def _searched(trial: Trial, kind: str, part: str) -> _Choice:
     the clause says of the first such request; in how many ways it could be chosen)."""
     mixer, others, roles = _setting(trial)
     found: dict[int, State] = {}
-    said: dict[str, Any] = {}
+    cause: dict[str, Any] = {}
     ways, name = 1.0, KINDS[trial.call.cls].reads[0]
     size = max(1, mixer.channels, int(mixer.zero()[1].numel()))
     for at, positions, past in trial.call.extra["cache"].requests():
@@ -129,18 +129,18 @@ def _searched(trial: Trial, kind: str, part: str) -> _Choice:
                 least, best = left, {"part": part, "own": own, "donor": donor, "at": pos, "old": n - 1}
                 found[int(at[0])] = there
         if best is not None:
-            said = said or best
+            cause = cause or best
             ways *= count
-    return found, said, ways
+    return found, cause, ways
 
 
 def _states(trial: Trial) -> Iterator[Guess]:
     mixer = _setting(trial)[0]
     for kind, text in _TEXTS.items():
         for part in _PARTS if mixer.state else (_WINDOW,):
-            _, said, ways = _best(trial, kind, part)
-            if said:
-                yield Guess((text.format(**said), kind, part), choices=ways)
+            _, cause, ways = _best(trial, kind, part)
+            if cause:
+                yield Guess((text.format(**cause), kind, part), choices=ways)
 
 
 def _from_states(trial: Trial, parameter: tuple[str, str, str]) -> Call:

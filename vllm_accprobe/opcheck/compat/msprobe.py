@@ -418,8 +418,8 @@ def _details(name: str, row: Mapping[str, str], status: str, digits: int, mindsp
         left = label == "rel_err_ratio" and row["dtype"] in _FLOATS
         left = left or (not mindspore and "float" not in row["dtype"] and label != "binary_err_ratio")
         cells.append(EMPTY if left or not measured or text == "" else f"{float(text):.{digits}f}")
-    said = f"{row['tap']}, step {row['step']}" + (f": {row['message']}" if row["message"] else "")
-    return [name, bench, dtype, shape if measured else EMPTY, *cells, status, said]
+    described = f"{row['tap']}, step {row['step']}" + (f": {row['message']}" if row["message"] else "")
+    return [name, bench, dtype, shape if measured else EMPTY, *cells, status, described]
 
 
 def _worst(rows: Sequence[tuple[str, list[str]]]) -> str:

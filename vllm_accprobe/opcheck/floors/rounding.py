@@ -44,18 +44,18 @@ class Direction:
     hundred numbers, and thousands where much was rounded before."""
 
     toward_zero: bool
-    told: int
+    decided: int
     truncated: int
     proved: bool = False
 
     @property
     def share(self) -> float:
-        return self.truncated / self.told if self.told else 0.0
+        return self.truncated / self.decided if self.decided else 0.0
 
     @property
     def nearest(self) -> bool:
         """They were rounded to nearest."""
-        return _more(self.told - self.truncated, self.truncated)
+        return _more(self.decided - self.truncated, self.truncated)
 
 
 UNKNOWN = Direction(False, 0, 0)

@@ -465,9 +465,9 @@ def _with_truncating(found: MachineHabits, rows: Sequence[CheckResult]) -> Machi
     their results: each output's own verdict allows for it, layer by layer."""
     known = {(h.operator, h.dtype) for h in found.habits if h.kind == ROUNDING}
     dtypes = {r.cls: r.dtype for r in rows if r.rounding}
-    said = "rounds toward zero, its results or what they are made of"
+    text = "rounds toward zero, its results or what they are made of"
     more = [
-        Habit(ROUNDING, t.cls, dtypes[t.cls], said, 1.0, t.outputs, t.of, t.modules)
+        Habit(ROUNDING, t.cls, dtypes[t.cls], text, 1.0, t.outputs, t.of, t.modules)
         for t in truncating(rows)
         if (t.cls, dtypes[t.cls]) not in known
     ]
@@ -495,10 +495,10 @@ def _group(
     if direction:
         show = [p for p in places if p.direction == direction]
         alike = _alike(show, places, direction)
-        said = rounds(direction) if alike else f"{rounds(direction)} in part"
-        habits.add(ROUNDING, key, said, PRICES[direction], show, lambda p: p.outputs_of(direction))
+        text = rounds(direction) if alike else f"{rounds(direction)} in part"
+        habits.add(ROUNDING, key, text, PRICES[direction], show, lambda p: p.outputs_of(direction))
         if direction == AWAY and alike and habits.enough("away", dtype, show):
-            allowed["away"] = said
+            allowed["away"] = text
         for p in places:
             if p.direction and PRICES[p.direction] > PRICES[direction]:
                 why = f"{rounds(p.direction)}, {_others(places, p, rounds(direction))}"
@@ -624,11 +624,11 @@ def _excused(rows: list[CheckResult], at: list[int], allowed: dict[str, str]) ->
         if not row.evidence:
             continue
         would = Evidence.of_text(row.evidence).would
-        fits = [(would[name], said) for name, said in allowed.items() if would.get(name, 2.0) <= 1.0]
+        fits = [(would[name], text) for name, text in allowed.items() if would.get(name, 2.0) <= 1.0]
         if fits and row.allowed is not None:
-            severity, said = min(fits)
-            message = f"{said}: as this machine computes everywhere, and no further off than that explains"
-            found[k] = replace(row, status=PASS, measured=severity * row.allowed, message=message, habit=said)
+            severity, text = min(fits)
+            message = f"{text}: as this machine computes everywhere, and no further off than that explains"
+            found[k] = replace(row, status=PASS, measured=severity * row.allowed, message=message, habit=text)
     return found
 
 
@@ -651,11 +651,11 @@ class _Habits:
         self._enough: set[tuple[str, str]] = set()
         self._all: dict[tuple[str, str, str, str], tuple[float, list[int], set[tuple[int, str]]]] = {}
 
-    def add(self, kind: str, key: Key, said: str, price: float, show: list[TapPlace], outputs: object) -> None:
+    def add(self, kind: str, key: Key, text: str, price: float, show: list[TapPlace], outputs: object) -> None:
         assert callable(outputs)
         if not show:
             return
-        old = self._all.setdefault((kind, key[0], key[1], said), (price, [0, 0], set()))
+        old = self._all.setdefault((kind, key[0], key[1], text), (price, [0, 0], set()))
         old[1][0] += sum(int(outputs(p)) for p in show)
         old[1][1] += sum(len(p.seen) for p in show)
         old[2].update(p.tap for p in show)
@@ -669,14 +669,14 @@ class _Habits:
 
     def found(self, order: list[Key]) -> MachineHabits:
         kinds: dict[tuple[str, str, str], list[tuple[str, float, list[int], set[tuple[int, str]]]]] = {}
-        for (kind, cls, dtype, said), more in self._all.items():
-            kinds.setdefault((kind, cls, dtype), []).append((said, *more))
+        for (kind, cls, dtype, text), more in self._all.items():
+            kinds.setdefault((kind, cls, dtype), []).append((text, *more))
         habits = []
         for (kind, cls, dtype), parts in kinds.items():  # an operator's outputs may differ: one habit says all
             layers: set[tuple[int, str]] = set().union(*(p[3] for p in parts))
             n, of = (sum(p[2][k] for p in parts) for k in (0, 1))
-            said = ", and in another output ".join(p[0] for p in parts)
-            habits.append(Habit(kind, cls, dtype, said, max(p[1] for p in parts), n, of, len(layers)))
+            text = ", and in another output ".join(p[0] for p in parts)
+            habits.append(Habit(kind, cls, dtype, text, max(p[1] for p in parts), n, of, len(layers)))
         known = {(h.operator, h.dtype) for h in habits}
         met = list(dict.fromkeys((cls, dtype) for cls, dtype, _ in order))
         habits.sort(key=lambda h: met.index((h.operator, h.dtype)))

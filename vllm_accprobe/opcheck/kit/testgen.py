@@ -153,8 +153,8 @@ def _tests(by_op: Mapping[str, list[str]], causes: Mapping[str, list[str]]) -> I
             function += f"_{len(taken)}" if function == base else "_"
         taken.add(function)
         listed = "".join(f"    {json.dumps(name)},\n" for name in names)
-        said = "; ".join(dict.fromkeys(causes.get(op, ())))  # its docstring
-        title = f"    {json.dumps(said)}\n" if said else ""
+        text = "; ".join(dict.fromkeys(causes.get(op, ())))  # its docstring
+        title = f"    {json.dumps(text)}\n" if text else ""
         head = f'\n@pytest.mark.parametrize("name", [\n{listed}])\ndef {function}(name, way, run):\n'
         yield f"{head}{title}    run(name, way)\n"
 

@@ -55,8 +55,8 @@ def with_replayed(pairs: list[Pair], origins: Sequence[OriginEntry]) -> list[Pai
         out = list(out) if own and out is pairs else out
         for i in own:
             size = created if i == named else min(_size(out[i]), created)
-            said = _said(out[i], size, limit)
-            out[i] = replace(out[i], status=FAIL, measure="created", measured=size, allowed=limit, message=said)
+            text = _checked_message(out[i], size, limit)
+            out[i] = replace(out[i], status=FAIL, measure="created", measured=size, allowed=limit, message=text)
     return out
 
 
@@ -67,7 +67,7 @@ def _size(pair: Pair) -> float:
     return pair.worst_row_rel_l2 or pair.rel_l2 or 0.0
 
 
-def _said(pair: Pair, size: float, limit: float) -> str:
+def _checked_message(pair: Pair, size: float, limit: float) -> str:
     """Its message, whose first clauses were about other limits."""
     rest = [x for x in pair.message.split("; ") if not x.startswith(_OTHERS)]
     return "; ".join([f"introduces an error of {size:.3g} (limit {limit:.2g}, by replay)", *filter(None, rest)])
@@ -254,7 +254,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     where = " in part" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
     notes = [f"replay: {proof.checked:,} outputs of mine checked{where}, {wrong}"]
-    notes += [f"replay: {said}" for said in (*proof.notes, *rounded_caches(proof.caches, right))]
+    notes += [f"replay: {kept_notes}" for kept_notes in (*proof.notes, *rounded_caches(proof.caches, right))]
     if shared:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
     if same:
@@ -273,11 +273,11 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
                      "what differs there came in with the inputs, and is not blamed")  # fmt: skip
     rest.sort(key=lambda o: o["module"] in right)  # stable: in data-flow order otherwise
     verdict = FAIL if first else result.verdict
-    said = [n for n in result.notes if not (first and n == messages.NOBODY)]
+    kept_notes = [n for n in result.notes if not (first and n == messages.NOBODY)]
     machines = {side: [h.plain() for h in habits] for side, habits in proof.machines.items()}
     decided = replace(
-        result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *said], machines=machines or result.machines,
-        pairs=with_replayed(result.pairs, first),
+        result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *kept_notes],
+        machines=machines or result.machines, pairs=with_replayed(result.pairs, first),
     )  # fmt: skip
     return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)
 
@@ -406,8 +406,8 @@ def _equal_inputs(pairs: Sequence[Pair], otherwise: Iterable[str] = ()) -> Calla
 
 
 def _does(proof: ReplayResult, tap: str) -> str:
-    said = proof.allowed.get(tap)
-    return f"computes as its machine does everywhere ({said})" if said else "rounds toward zero"
+    text = proof.allowed.get(tap)
+    return f"computes as its machine does everywhere ({text})" if text else "rounds toward zero"
 
 
 def _truncation_alone(origin: OriginEntry, proof: ReplayResult) -> bool:
@@ -442,13 +442,13 @@ def _acquitted(
         reason = "they compute as their machine does everywhere", "a habit of its machine"
     if proof.caches:
         reason = "a cache of 8 bits rounds what they read", "the rounding of an 8-bit cache"
-    said = (
+    text = (
         f"replay: {len(beyond)} pairs of {taps} modules are beyond their limits, and each such row was checked on both "
         f"sides: {reason[0]}, no operator is wrong"
     )
     message = f"{reason[1]}: both sides are right for what they read (replay)"
     pairs = [replace(p, status=PASS, message=message) if p.status == FAIL else p for p in result.pairs]
-    notes = [said, *(n for n in result.notes if n != messages.NOBODY)]
+    notes = [text, *(n for n in result.notes if n != messages.NOBODY)]
     return replace(result, pairs=pairs, verdict=PASS, first_divergence=None, notes=notes)
 
 

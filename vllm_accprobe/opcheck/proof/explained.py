@@ -156,7 +156,7 @@ class _Replayed:
             if c.status == FAIL and at in self._right:
                 self._pooled.add((c.rank, c.tap, c.role))
             elif c.status == PASS and c.role:
-                self._right[at] = c.left + _beside(c.replayed, c.shape)
+                self._right[at] = c.left + _left_out(c.replayed, c.shape)
                 if self._right[at]:
                     self._why[at] = c.unchecked_because
             else:
@@ -288,7 +288,7 @@ class _OfRecord:
         return self.record.shape
 
 
-def _beside(runs: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, ...]:
+def _left_out(runs: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, ...]:
     """The rows of a tensor that a replay left out. runs: those that it took, () for all."""
     if not runs:
         return ()

@@ -49,7 +49,7 @@ _Output = tuple[int, str]
 
 
 def covers(mine: Iterable[CheckResult], pooled: Iterable[Pooled]) -> dict[str, ModuleCover]:
-    """Tap → what was checked of it. mine: replay.check_tap's rows of mine; pooled: of its taps, all calls together."""
+    """Tap → what was checked of it. mine: check_calls.check_tap's rows of mine; pooled: of its taps, all calls together."""
     rows: dict[str, list[CheckResult]] = {}
     for c in mine:
         if c.step is not None:  # else a parameter
@@ -274,13 +274,13 @@ def _moved(
     if captured.missing:
         return None
     call = captured.what
-    given = _Read({**(call.attrs if own else call.parent), **golden})
+    reads = _Read({**(call.attrs if own else call.parent), **golden})
     first = references.evaluate(call)
-    second = references.evaluate(replace(call, attrs=given) if own else replace(call, parent=given))
+    second = references.evaluate(replace(call, attrs=reads) if own else replace(call, parent=reads))
     if isinstance(first, Declined) or isinstance(second, Declined):
         return None
     most = max((times for times in _effect_by_output(captured, first, second)), default=0.0)
-    return most, given.read & set(golden)
+    return most, reads.read & set(golden)
 
 
 _OF_THE_RUN = re.compile(r"(^|[._])(tp|ep|pp|dp|pcp|dcp|sp|rank|ranks|local|shard|shards|start|end)($|_)|partition|"
@@ -309,8 +309,8 @@ def computed_otherwise(
             calls = [c for c in _first_calls(sides[1], tap) if not c.missing]
             for n, v in other:
                 if any((_moved(references, c, {n: v}, True) or (0.0,))[0] > 1.0 for c in calls):
-                    said = f"its {n} is {own.attrs[n]}, golden's is {v}"
-                    found[tap] = (n == FORWARD and other_code(own.attrs[n], v)) or said
+                    sentence = f"its {n} is {own.attrs[n]}, golden's is {v}"
+                    found[tap] = (n == FORWARD and other_code(own.attrs[n], v)) or sentence
             if own.cls != theirs.cls and any(_is_other(references, c, theirs) for c in calls):
                 found[tap] = f"it is a {own.cls}, golden's is a {theirs.cls}"
     return found
@@ -367,10 +367,11 @@ def shared(golden: Mapping[str, CheckResult], mine: Mapping[str, CheckResult]) -
 
 def prove(
     golden: Sequence[CheckResult], mine: Sequence[CheckResult], splits: Mapping[str, Split] | None = None,
-    partly: bool = False, *, odd: Iterable[OutlierLayer] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
+    partly: bool = False, *, outliers: Iterable[OutlierLayer] = (),
+    machines: Mapping[str, tuple[Habit, ...]] | None = None,
     explained: Explained | None = None, causes: Mapping[str, Any] | None = None,
 ) -> ReplayResult:  # fmt: skip
-    """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
+    """golden, mine: check_calls.check_tap's rows of the two, settled (decided.py); splits: by tap; outliers: outputs of mine
     unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;
     causes: by tap (opcheck/causes/examine.py)."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
@@ -379,7 +380,7 @@ def prove(
     blamed = [replace(_blame(c, (splits or {}).get(t)), cause=(causes or {}).get(t))
               for t, c in found.items() if t not in alike]  # fmt: skip
     if not blamed:
-        blamed = [_unlike(o) for o in odd if o.pooled.tap not in found]
+        blamed = [_unlike(o) for o in outliers if o.pooled.tap not in found]
     wrong_taps = set(found) | {b.tap for b in blamed}
     right = {c.tap for c in mine if c.status == PASS and c.checked == c.rows} - wrong_taps - _open(mine)
     # what a comparison sees of mine holds golden's own rounding, too: at most their sum (the triangle inequality)
@@ -416,9 +417,9 @@ def _caches(golden: Sequence[CheckResult], mine: Sequence[CheckResult]) -> dict[
     sides = {"golden": _formats(golden), "mine": _formats(mine)}
     found = {}
     for which, other in (("golden", "mine"), ("mine", "golden")):
-        for tap, held in sides[which].items():
-            if tap not in sides[other] or sides[other][tap][0] != held[0]:
-                found[tap] = (which, *held)
+        for tap, finding in sides[which].items():
+            if tap not in sides[other] or sides[other][tap][0] != finding[0]:
+                found[tap] = (which, *finding)
     return found
 
 
@@ -466,9 +467,9 @@ def _blame(c: CheckResult, split: Split | None) -> ReplayFinding:
 
 def _unlike(o: OutlierLayer) -> ReplayFinding:
     p = o.pooled
-    said = f"all {p.rows} rows together: errors {o.times:.3g} times those of {o.peers} other layers' {p.cls}"
+    text = f"all {p.rows} rows together: errors {o.times:.3g} times those of {o.peers} other layers' {p.cls}"
     return ReplayFinding(
-        p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, SIBLING_OUTLIER, o.times,
+        p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, text, SIBLING_OUTLIER, o.times,
         o.chance,
     )  # fmt: skip
 

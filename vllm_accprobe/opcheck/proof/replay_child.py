@@ -156,8 +156,8 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in wanted.places), *wanted.taps])
     otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
     explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, planned, otherwise)
-    proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained,
-                        causes=causes)  # fmt: skip
+    proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
+                        explained=explained, causes=causes)  # fmt: skip
     if left > 0:
         limit = None if ends.interrupted else arguments.seconds
         proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, limit), *proof.notes))

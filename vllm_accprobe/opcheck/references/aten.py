@@ -299,17 +299,17 @@ def _on_the_way(call: Call, function: Any, found: Mapping[str, Any], widened: Wi
     value, u = found.get("output.0"), ROUNDED * call.unit
     if base not in _ROUNDING or u < 2.0**-20 or not isinstance(value, torch.Tensor):
         return {}
-    given = {name: widened.wide(a) for name, a in _by_name(call, function).items()}
+    arguments = {name: widened.wide(a) for name, a in _by_name(call, function).items()}
     value = value.double()
     if base == "cumsum":
-        return {"output.0": u * value.square().cumsum(given["dim"]).sqrt()}
+        return {"output.0": u * value.square().cumsum(arguments["dim"]).sqrt()}
     if base == "native_group_norm":
-        groups = given["group"]
+        groups = arguments["group"]
         mean, scale = (found[f"output.{k}"].double().reshape(len(value), groups, 1, 1) for k in (1, 2))
-        one = torch.ones(given["C"], dtype=torch.float64)
-        weight = (one if given["weight"] is None else given["weight"]).reshape(groups, -1, 1)
-        shift = (0 * one if given["bias"] is None else given["bias"]).reshape(groups, -1, 1)
-        y = value.reshape(len(value), groups, given["C"] // groups, -1)
+        one = torch.ones(arguments["C"], dtype=torch.float64)
+        weight = (one if arguments["weight"] is None else arguments["weight"]).reshape(groups, -1, 1)
+        shift = (0 * one if arguments["bias"] is None else arguments["bias"]).reshape(groups, -1, 1)
+        y = value.reshape(len(value), groups, arguments["C"] // groups, -1)
         return {"output.0": u * ((y - shift).abs() + (mean * scale * weight).abs()).reshape(value.shape)}
     if base.startswith(("index_add", "scatter_add")):
         alpha = call.kwargs.get("alpha", 1)
@@ -321,7 +321,8 @@ def _on_the_way(call: Call, function: Any, found: Mapping[str, Any], widened: Wi
         number = count["output.0"].double() - 1.0  # what is added to is a one, too
         noise = u * number.clamp(min=0.0).sqrt() * size["output.0"].double()
         return dict.fromkeys(("output.0", "inplace.input.0"), noise)
-    added = given["beta"] * given["self"] if given["beta"] else 0.0  # else it may be memory that nobody wrote
+    beta = arguments["beta"]
+    added = beta * arguments["self"] if beta else 0.0  # without beta it may be memory that nobody wrote
     return {"output.0": (u * (value - added).abs()).nan_to_num(0.0)}
 
 
@@ -346,9 +347,9 @@ def _chosen(call: Call, function: Any, found: Mapping[str, Any]) -> Any | None:
     mine = call.outputs.get("output.1")
     if base not in ("sort", "topk") or not isinstance(mine, torch.Tensor) or mine.is_meta:
         return None
-    given, right, values = _by_name(call, function), found["output.1"], found["output.0"]
-    x, dim = given["self"].detach().cpu(), given["dim"]
-    if given.get("stable") or not mine.dim() or mine.shape != right.shape or mine.dtype != right.dtype:
+    value, right, values = _by_name(call, function), found["output.1"], found["output.0"]
+    x, dim = value["self"].detach().cpu(), value["dim"]
+    if value.get("stable") or not mine.dim() or mine.shape != right.shape or mine.dtype != right.dtype:
         return None
     if not mine.numel() or int(mine.min()) < 0 or int(mine.max()) >= x.shape[dim]:
         return None

@@ -434,15 +434,16 @@ def fused_attention(call: Call) -> dict[str, Expected]:
     decline_if("backward" in call.cls, "a backward kernel of attention")
     found = of(call.cls)
     schema = getattr(found, "_schema", None) or found.default._schema
-    given = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)
-    decline_if(given.get("dropout_p") or given.get("dropout_mask") is not None, "an operator that draws random numbers")
-    q, k, v = (given[n].double() for n in ("query", "key", "value"))
-    scale = q.shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"])
+    arguments = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)
+    random = arguments.get("dropout_p") or arguments.get("dropout_mask") is not None
+    decline_if(random, "an operator that draws random numbers")
+    q, k, v = (arguments[n].double() for n in ("query", "key", "value"))
+    scale = q.shape[-1] ** -0.5 if arguments.get("scale") is None else float(arguments["scale"])
     lead, sizes = q.shape[:-3], (q.shape[-2], k.shape[-2])
-    mask = given.get("attn_mask", given.get("attn_bias"))
+    mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         causal = torch.full(sizes, -math.inf, dtype=torch.float64).triu(1)
         mask = causal if mask is None else mask + causal
     if mask is not None:  # [heads or 1, n, m] of each sequence

@@ -251,10 +251,10 @@ def by_format(
     by_head, halves = v.transpose(0, 1), v_half.transpose(0, 1)
     variance = torch.where(seen, torch.einsum("nhd,mhd->hnm", q * q, k_half**2) * (scale**2 / 3.0), 0.0)
     w = p * p * variance
-    around = (
+    squares = (
         w @ by_head**2 - 2 * out.transpose(0, 1) * (w @ by_head) + out.transpose(0, 1) ** 2 * w.sum(-1, keepdim=True)
     )
-    usual = (around.clamp(min=0.0) + (p * p) @ halves**2 / 3.0).sqrt().transpose(0, 1)
+    usual = (squares.clamp(min=0.0) + (p * p) @ halves**2 / 3.0).sqrt().transpose(0, 1)
     s = torch.where(seen, torch.einsum("nhd,mhd->hnm", q.abs(), k_half) * scale, 0.0)
     mean, total = (p * s).sum(-1, keepdim=True), (p * s.clamp(max=FAR).exp()).sum(-1, keepdim=True)
     change = torch.maximum((s + mean).clamp(max=FAR).exp() - 1.0, 1.0 - (-s).exp() / total)

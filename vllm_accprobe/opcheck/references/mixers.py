@@ -175,7 +175,7 @@ def carried(call: Call) -> dict[str, Expected]:
     if cache is None:
         raise Declined("which row belongs to which request was not captured")
     mixer, unit = kind.make(call), unit_of(call.outputs[roles[0]])
-    held = 0.0 if call.extra.get("wide_state") else unit
+    stored = 0.0 if call.extra.get("wide_state") else unit
     found = {role: RowResults(len(call.outputs[role])) for role in roles}
     size = max(1, *(torch.Size(mixer.state).numel(), mixer.channels))
     other = call.extra.get("start")
@@ -185,10 +185,10 @@ def carried(call: Call) -> dict[str, Expected]:
         begun = max((n for n in known if n <= first), default=0)
         decline_if((stop - begun) * size > _LONGEST, "a recurrence that is too long to be computed again here")
         plain: tuple[State, State | None] = known.get(begun, (mixer.zero(), None))
-        state: tuple[State, State | None] = both(mixer, unit, held, past, (begun, first), plain)[1]
+        state: tuple[State, State | None] = both(mixer, unit, stored, past, (begun, first), plain)[1]
         if other is not None and (instead := other(at, positions)) is not None:
             state = (instead, None)
-        results, after = both(mixer, unit, held, past, (first, stop), state)
+        results, after = both(mixer, unit, stored, past, (first, stop), state)
         if other is None and CARRIED in past:
             known.clear()
             known |= {first: state, stop: after}
@@ -246,10 +246,10 @@ CARRIED = "carried state"
 
 
 def both(
-    mixer: Mixer, unit: float, held: float, past: Mapping[str, Tensor], rows: tuple[int, int],
+    mixer: Mixer, unit: float, stored: float, past: Mapping[str, Tensor], rows: tuple[int, int],
     start: tuple[State, State | None],
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], tuple[State, State]]:  # fmt: skip
-    """(results by role, each (exact, samples), and the states behind them). rows: first, stop of ``past``; held: one
+    """(results by role, each (exact, samples), and the states behind them). rows: first, stop of ``past``; stored: one
     rounding of a state that is kept between calls, 0.0 for none that matters."""
     exact, samples = start
     narrow = tuple(t.float().expand(SAMPLES, *t.shape[1:]) for t in exact) if samples is None else samples
@@ -265,5 +265,5 @@ def both(
     with torch.no_grad():
         drawn = {n: t.float().expand(SAMPLES, *t.shape[1:]) for n, t in own.items()}
         sampled, spread = mixer.advance(rounds, unit, drawn, narrow)
-    spread = (spread[0], rounds(spread[1], held) if held else spread[1])
+    spread = (spread[0], rounds(spread[1], stored) if stored else spread[1])
     return {role: (values[role], sampled[role]) for role in values}, (after, spread)

@@ -449,8 +449,8 @@ def rule(
     for t in range(q.shape[-3]):
         key, query = k[..., t, :, :], q[..., t, :, :]
         state = state * rounds(g[..., t, :].exp(), EXPONENT)[..., None, None]
-        held = torch.einsum("...hk,...hkv->...hv", key, state) + read_noise(state, key, unit, rounds)
-        fresh = rounds((v[..., t, :, :] - held) * beta[..., t, :, None], unit)
+        stored = torch.einsum("...hk,...hkv->...hv", key, state) + read_noise(state, key, unit, rounds)
+        fresh = rounds((v[..., t, :, :] - stored) * beta[..., t, :, None], unit)
         state = state + key[..., None] * fresh[..., None, :]
         out.append(torch.einsum("...hk,...hkv->...hv", query, state) + read_noise(state, query, unit, rounds))
     return torch.stack(out, -3), state

@@ -353,13 +353,13 @@ def _row(
     first = int(sized.differing.nonzero()[0])
     v, against = floors.judge(role, sized.made) if floors is not None else (None, "")
     sizes = {n: {"rows": s, "differing": d, "largest_difference": g} for n, (s, d, g) in sized.by_size.items()}
-    told = {"rows": axes.count, "word": axes.word, "differing": differing, "first": first, "sizes": sizes,
+    about = {"rows": axes.count, "word": axes.word, "differing": differing, "first": first, "sizes": sizes,
             "against": against, "between_runs": unsteady}  # fmt: skip
     which = ", ".join(f"{n}: {d} of {s}" for n, (s, d, _) in sized.by_size.items() if d)
     message = f"not batch-invariant: {axes.word}s that differ from the batch of {axes.count}, by size: {which}"
     message += f"; first {axes.word} {first}; {gap_words(max(g for _, _, g in sized.by_size.values()))}"
     if v is not None:
-        told |= {"floors": v.value, "allowed": v.limit}
+        about |= {"floors": v.value, "allowed": v.limit}
         message += f", {v.measure} error {v.value:.3g} of {v.limit:.3g} allowed against {against}"
     if unsteady:
         message += "; two runs of the whole batch differ as well: see --repeat"
@@ -367,5 +367,5 @@ def _row(
     message += "; beyond rounding" if wrong else "; within rounding"
     status = FAIL if wrong or options.strict else WARNING
     measured = float(v.severity) if v is not None else 2.0
-    return replace(row, status=status, message=message, evidence=json.dumps(told), position=first,
+    return replace(row, status=status, message=message, evidence=json.dumps(about), position=first,
                    measured=max(measured, 1.0 + 2**-20) if status == FAIL else measured)  # fmt: skip

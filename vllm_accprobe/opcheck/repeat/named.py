@@ -139,18 +139,18 @@ def _by_schema(named: NamedOperator, tensors: list[Any]) -> tuple[tuple[Any, ...
     except Declined as why:
         raise NotLoaded(f"--op {named.op}: {why.reason}; --load names the library that has it") from None
     overloads = [operator] if hasattr(operator, "_schema") else [getattr(operator, n) for n in operator.overloads()]
-    said = ""
+    text = ""
     for overload in overloads:
         try:
             args, kwargs, places = _filled(overload._schema, dict(named.more), list(tensors))
         except NotLoaded as why:
-            said = said or str(why)
+            text = text or str(why)
             continue
         base = name.removeprefix("torch.ops.")
         short = str(overload).rpartition(".")[2]
         cls = f"{base}.{short}" if base.startswith("aten.") and base.count(".") == 1 else f"torch.ops.{base}"
         return args, kwargs, places, base if base.startswith("aten.") and base.count(".") == 2 else cls
-    raise NotLoaded(f"--op {named.op}: {said}")
+    raise NotLoaded(f"--op {named.op}: {text}")
 
 
 def _filled(

@@ -409,7 +409,7 @@ def _row(
     kind = d.kind
     if kind == EQUAL:
         return row
-    told: dict[str, Any] = {"kind": kind, "runs": d.runs, "differing": d.differing, "switch": note}
+    about: dict[str, Any] = {"kind": kind, "runs": d.runs, "differing": d.differing, "switch": note}
     v: Verdict | None = None
     if kind == UNWRITTEN:
         at = where(d.unwritten, shape)
@@ -419,7 +419,7 @@ def _row(
         message = f"differs in {d.differing} of {d.runs} runs: {place(at)}"
         if floors is not None and d.furthest is not None:
             v, against = floors.judge(role, d.furthest)
-            told |= {"against": against, "furthest": d.gap, "floors": v.value, "allowed": v.limit}
+            about |= {"against": against, "furthest": d.gap, "floors": v.value, "allowed": v.limit}
             size = (
                 "non-finite"
                 if v.measure == "nonfinite"
@@ -436,7 +436,7 @@ def _row(
     status = FAIL if wrong or options.strict else WARNING
     measured = float(v.severity) if v is not None and kind != UNWRITTEN else 2.0
     return replace(
-        row, status=status, message=f"{message}; {note}" if note else message, evidence=json.dumps(told | at),
+        row, status=status, message=f"{message}; {note}" if note else message, evidence=json.dumps(about | at),
         measured=max(measured, 1.0 + 2**-20) if status == FAIL else measured,
         position=at["first_rows"][0] if at["first_rows"] else None,
         column=at["first_column"] if at["first_column"] >= 0 else None,

@@ -151,22 +151,22 @@ class Planner:
     def cost(self, side: int, rank: int, tap: str, cls: str, place: Place, rows: int | None) -> float:
         """Seconds of a call, or of so many of its rows."""
         calls = self._sides[side]
-        held: Mapping[str, Record] = calls.held(rank, tap, place)
-        elements = sum(math.prod(r.shape) for r in held.values())
-        n = max((r.shape[0] for r in held.values() if r.shape), default=1)
+        records: Mapping[str, Record] = calls.held(rank, tap, place)
+        elements = sum(math.prod(r.shape) for r in records.values())
+        n = max((r.shape[0] for r in records.values() if r.shape), default=1)
         share = 1.0 if rows is None else min(1.0, rows / max(n, 1))
         key = side, rank, tap
         if key not in self._weights:
             self._weights[key] = 0 if "Embedding" in cls else calls.parameters.largest(rank, tap)
         seconds = self._speed.element * _MORE * elements + self._speed.product * _SIZES * n * self._weights[key]
         if cls in _PAST:
-            width = math.prod(held["output.0"].shape[1:]) if "output.0" in held else 0
-            seconds += self._speed.product * _ATTENDED * width * self._looked_back(calls, rank, held)
-        return seconds * share + _PER_CALL * max(1, sum(r.startswith(("output", "inplace")) for r in held))
+            width = math.prod(records["output.0"].shape[1:]) if "output.0" in records else 0
+            seconds += self._speed.product * _ATTENDED * width * self._looked_back(calls, rank, records)
+        return seconds * share + _PER_CALL * max(1, sum(r.startswith(("output", "inplace")) for r in records))
 
     @staticmethod
-    def _looked_back(calls: Calls, rank: int, held: Mapping[str, Record]) -> int:
-        record = next((r for r in held.values() if r.rows), None)
+    def _looked_back(calls: Calls, rank: int, records: Mapping[str, Record]) -> int:
+        record = next((r for r in records.values() if r.rows), None)
         if record is None or record.step is None or record.rows is None:
             return 0
         space = calls.dump.rows.get((rank, record.step, record.rows))

@@ -18,7 +18,7 @@ _LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", 
 @dataclass(frozen=True)
 class Job:
     """What is requested. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
-    standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
+    standard, kl, ids: check_calls.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
     modules to import first; attributes: of modules, that were not recorded (records.py). devices: what is checked is

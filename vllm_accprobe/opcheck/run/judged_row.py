@@ -95,7 +95,7 @@ def place_of(dump: Dump, record: Record, row: int) -> tuple[str | None, int | No
 def message_of(
     v: Verdict, request: str | None, position: int | None, expected: Expected, checked: int
 ) -> str:  # fmt: skip
-    said = []
+    parts = []
     if not v.passed:
         where = f" at position {position} of request {request}" if position is not None else ""
         where += f", column {v.column}" if v.column >= 0 else ""
@@ -103,14 +103,14 @@ def message_of(
             where += f" ({expected.note})"
         if v.measure in ("exact", "nonfinite"):
             what = "values that should be equal" if v.measure == "exact" else "non-finite values on one side"
-            said.append(f"{v.value:.0f} {what}{where}")
+            parts.append(f"{v.value:.0f} {what}{where}")
         elif v.measure == ROUNDING:
-            said.append(f"rounds {TOWARD_ZERO}: {v.value:.0%} of the numbers that tell it from rounding to nearest")
+            parts.append(f"rounds {TOWARD_ZERO}: {v.value:.0%} of the numbers that tell it from rounding to nearest")
         else:
             beyond = f"{v.severity:.3g}x its limit, {v.value:.3g} times rounding alone, allowed {v.limit:.3g}"
-            said.append(f"{v.measure} error {beyond}{where}")
+            parts.append(f"{v.measure} error {beyond}{where}")
     if expected.rows is not None and checked < len(expected.rows):
-        said.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
+        parts.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
     if expected.source:
-        said.append(expected.source)
-    return "; ".join(said)
+        parts.append(expected.source)
+    return "; ".join(parts)

@@ -1,6 +1,6 @@
 """A job of opcheck, opened: the taps of its dump, and the rows of each.
 
-Elsewhere: the process that has it (process_pool.py), a call against its reference (replay.py). Needs torch.
+Elsewhere: the process that has it (process_pool.py), a call against its reference (check_calls.py). Needs torch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.run import rerun, synthetic_inputs
+from vllm_accprobe.opcheck.run.check_calls import Options, cache_rows, check_backward, check_call, check_stored
 from vllm_accprobe.opcheck.run.job import AGAIN, DEVICE, EXACT, GOLDEN, STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.own_findings import corrected, own_findings
-from vllm_accprobe.opcheck.run.replay import Options, cache_rows, check_backward, check_call, check_stored
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, SKIP, STRICT, CheckResult, Unavailable
 
 Rows = Iterator[CheckResult]
@@ -64,10 +64,10 @@ class OpenJob:
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget,
                                within=job.within)  # fmt: skip
-        said = api.note({op.op for op in self.calls.dump.ops})
+        note = api.note({op.op for op in self.calls.dump.ops})
         self._mint = api.installed()
-        if said and not job.golden:
-            self.calls.problems.append(said)
+        if note and not job.golden:
+            self.calls.problems.append(note)
         self.device = "cpu"
         self.source: Any = None
         if job.against == DEVICE:

@@ -6,7 +6,7 @@ modules' constants by config.json (comparison/built.py), and the rows of each lo
 them are not what it has there, and where they stand in it (comparison/weight_places.py). Constants of config.json
 replace the module's own before its calls are checked. A form of parameter of which no layer is the checkpoint's is
 loaded in a form of its own, and is unchecked. Bounded by bytes and by time; what is left is counted.
-Not here: operators (replay.py), caches (capture/states/), who shows it (cli/).
+Not here: operators (check_calls.py), caches (capture/states/), who shows it (cli/).
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ def corrected(modules: Mapping[int, dict[str, Module]], built: BuiltCheck) -> li
 
 def _never_called(dump: Any) -> list[str]:
     """Modules with weights whose forward nobody called: what they are for is computed past them, and is not checked."""
-    held = {
+    modules = {
         (p.rank, p.tap): p.cls
         for p in getattr(dump, "lives", NO_LIVES).prints
         if p.life == 0 and not is_computed(p.name)
     }
-    taps = {s.tap: next((c for (_, t), c in held.items() if t == s.tap), "") for s in getattr(dump, "skips", ())
-            if s.reason == NEVER_CALLED and any(t == s.tap for _, t in held)}  # fmt: skip
+    taps = {s.tap: next((c for (_, t), c in modules.items() if t == s.tap), "") for s in getattr(dump, "skips", ())
+            if s.reason == NEVER_CALLED and any(t == s.tap for _, t in modules)}  # fmt: skip
     ran = [r for r in first_of_each_site(dump.records) if not r.parameter]
     called = {up for r in ran for up in enclosing(r.tap)}  # by what is inside of them
     taps = {

@@ -8,7 +8,7 @@ together; further processors are threads of these. It forks only on Linux, where
 it has no threads that a fork would lose; elsewhere it does all alone. What another process that died has not reported,
 the first one checks itself. The rows are the same either way, in the order of the tasks. Calls that are too large for a
 block are checked in parts, and are one row again. When the time is over, each ends with the call that it is at.
-Not here: which calls (budget.py), the check (replay.py), what two dumps' rows prove (prove.py).
+Not here: which calls (budget.py), the check (check_calls.py), what two dumps' rows prove (prove.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from vllm_accprobe.opcheck.calls.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
 from vllm_accprobe.opcheck.floors.pooled import Pooled, Pools
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.run.check_calls import Options, check_call
 from vllm_accprobe.opcheck.run.judged_row import merged
-from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 _GROUPS = 4096
@@ -66,16 +66,16 @@ class ReplaySide(NamedTuple):
 
 
 def check_both(
-    sides: Sequence[Calls], references: References, ops: Sequence[str], told: Callable[[int, int], object],
+    sides: Sequence[Calls], references: References, ops: Sequence[str], progress: Callable[[int, int], object],
     rate: float = RATE, tasks: Sequence[Task] | None = None, ends: Callable[[], bool] = lambda: False,
 ) -> list[ReplaySide]:  # fmt: skip
-    """What each dump gives, in the order of the tasks. ops: globs, all if empty; told: how many taps are done of how
-    many; rate: false alarms of each dump's replay; tasks: what is done, all of the dumps by default; ends: whether the
-    time is over."""
+    """What each dump gives, in the order of the tasks. ops: globs, all if empty; progress: gets the
+    numbers of taps done and in all; rate: false alarms of each dump's replay; tasks: what is done, all of the dumps by
+    default; ends: whether the time is over."""
     options = [Options(measured=False, budget=c.budget(rate)) for c in sides]
     if tasks is None:
         tasks = [Task(n, rank, tap) for n, c in enumerate(sides) for rank, tap, _ in c.taps(ops)]
-    told(0, len(tasks))
+    progress(0, len(tasks))
     size = -(-len(tasks) // _GROUPS)
     groups = [range(k, min(k + size, len(tasks))) for k in range(0, len(tasks), size or 1)]
 
@@ -91,13 +91,13 @@ def check_both(
             torch.set_num_threads(threads)
         for k, left in queue.take():
             found[k] = rows(groups[k])
-            told(len(tasks) - min(len(tasks), left * size), len(tasks))
+            progress(len(tasks) - min(len(tasks), left * size), len(tasks))
         for other in others:
             found |= other()
     for k in range(len(groups)):  # another process that died
         if k not in found:
             found[k] = rows(groups[k])
-    told(len(tasks), len(tasks))
+    progress(len(tasks), len(tasks))
     out = [ReplaySide([], []) for _ in sides]
     for k, group in enumerate(groups):
         for n, side in zip(group, found[k], strict=True):

@@ -235,8 +235,8 @@ def main() -> None:
         from vllm_accprobe.opcheck.run.open_job import OpenJob
 
         bench = OpenJob(job)
-        said = list(bench.problems)
-        say(taps=bench.taps(), problems=said)
+        problems = list(bench.problems)
+        say(taps=bench.taps(), problems=problems)
     except Exception as error:
         kinds = {c.__name__ for c in type(error).__mro__}
         known = kinds & {"DumpError", "OSError", "Unavailable"}
@@ -250,8 +250,8 @@ def main() -> None:
         try:
             for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
                 say(row=row.to_plain())
-            say(end=True, problems=[p for p in bench.problems if p not in said])
-            said = bench.problems
+            say(end=True, problems=[p for p in bench.problems if p not in problems])
+            problems = bench.problems
         except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
             say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 

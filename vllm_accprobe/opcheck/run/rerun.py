@@ -27,7 +27,7 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.parts import on
-from vllm_accprobe.opcheck.run.replay import Options, check_call
+from vllm_accprobe.opcheck.run.check_calls import Options, check_call
 from vllm_accprobe.opcheck.run.result_row import SKIP, CheckResult, Unavailable, unchecked
 
 OTHER_INPUTS = "golden's call had other inputs: what differs need not have been created here"
@@ -128,12 +128,12 @@ def by_mindspore(dump: Dump, captured: Captured, references: References, options
         c = captured
         yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, c.seq, why.reason, status=SKIP, role="mindspore")
         return
-    given = {role: t for role, t in made.items() if role in captured.records}
+    inputs = {role: t for role, t in made.items() if role in captured.records}
     records = {
-        role: replace(r, dtype=str(given[role].dtype).removeprefix("torch."), shape=tuple(given[role].shape))
-        for role, r in captured.records.items() if role in given
+        role: replace(r, dtype=str(inputs[role].dtype).removeprefix("torch."), shape=tuple(inputs[role].shape))
+        for role, r in captured.records.items() if role in inputs
     }  # fmt: skip
-    again = replace(captured, what=replace(captured.what, outputs=given), records=records)
+    again = replace(captured, what=replace(captured.what, outputs=inputs), records=records)
     for row in check_call(dump, again, lambda c: references.evaluate(c.what), options):
         yield replace(row, role=f"mindspore.{row.role}", message=f"{row.message}; {by}".lstrip("; "))
 
@@ -157,9 +157,9 @@ class Golden:
             r in theirs and theirs[r].hash is not None and theirs[r].hash == captured.records[r].hash for r in inputs
         )
         found = {}
-        for role, given in captured.what.outputs.items():
+        for role, output in captured.what.outputs.items():
             record = theirs.get(role)
-            if record is None or record.payload is None or record.shape != tuple(given.shape):
+            if record is None or record.payload is None or record.shape != tuple(output.shape):
                 continue
             value = to_torch(self.dump.read(record), record.dtype)
             noise = captured.what.unit * value.double().abs() if value.is_floating_point() else None
@@ -195,9 +195,9 @@ def forward_native(call: Call) -> dict[str, Any] | None:
             setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
         module.__dict__ |= {"variance_size_override": None, "pass_weight": True, "pass_weight_add": True}
         names = _PLACED.get(call.cls, ("x", "input", "0"))
-        given = [call.inputs[n].clone() for n in names if n in call.inputs]
+        inputs = [call.inputs[n].clone() for n in names if n in call.inputs]
         with torch.no_grad():
-            result = module.forward_native(*given)  # bound, or static as some of vLLM's are
+            result = module.forward_native(*inputs)  # bound, or static as some of vLLM's are
     except Exception:  # another version of vLLM needs more than was recorded: torch's operators stand in
         return None
     values = result if isinstance(result, (tuple, list)) else (result,)

@@ -1,6 +1,6 @@
 """One output of one call, as checked: the row that everything after the check works with.
 
-Not here: how a row comes about (replay.py), how it is printed (table.py). Needs no torch.
+Not here: how a row comes about (check_calls.py), how it is printed (table.py). Needs no torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import tensors_by_role
 from vllm_accprobe.opcheck.references.parts import on
-from vllm_accprobe.opcheck.run.replay import Options, check_call
+from vllm_accprobe.opcheck.run.check_calls import Options, check_call
 from vllm_accprobe.opcheck.run.rerun import forward_native
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
 
@@ -80,9 +80,9 @@ def check(
         seq = max((r.seq for r in c.records.values()), default=c.seq)
         yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, text, status=SKIP)
         return
-    said = WEAKER if weaker else f"made here, on {device}"
+    made_note = WEAKER if weaker else f"made here, on {device}"
     for row in check_call(calls.dump, with_outputs(c, c.what, made), lambda x: references.evaluate(x.what), options):
-        yield replace(row, message=f"{row.message}; {said}".lstrip("; ")) if row.status in MEASURED else row
+        yield replace(row, message=f"{row.message}; {made_note}".lstrip("; ")) if row.status in MEASURED else row
 
 
 def _why_not(why: Exception) -> str:

@@ -4,7 +4,7 @@ The problem: hundreds of thousands of rows, of which a person wants the wrong op
 what was not examined. The idea: failures grouped by module, the first in the order of execution first; then a line for
 each class; then every reason for which something was skipped, counted. Pure functions that return lines.
 
-Not here: checking (replay.py), the row itself (result_row.py), a row from a verdict (judged_row.py).
+Not here: checking (check_calls.py), the row itself (result_row.py), a row from a verdict (judged_row.py).
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def cells(row: CheckResult) -> list[object]:
     return [cell(v) for v in (*_identify(row), *measured, *_conclude(row))]
 
 
-def from_cells(given: Sequence[Any]) -> CheckResult:
+def from_cells(cells: Sequence[Any]) -> CheckResult:
     """The row that `cells` wrote, from its values or from their text in the csv; without its measures. Raises
     ValueError."""
-    if len(given) != len(COLUMNS):
-        raise ValueError(f"a row has {len(given)} cells instead of {len(COLUMNS)}")
-    texts = {n: None if v == "" else v for n, v in zip(COLUMNS, given, strict=True)} | {"cls": given[1] or None}
+    if len(cells) != len(COLUMNS):
+        raise ValueError(f"a row has {len(cells)} cells instead of {len(COLUMNS)}")
+    texts = {n: None if v == "" else v for n, v in zip(COLUMNS, cells, strict=True)} | {"cls": cells[1] or None}
 
     def value(name: str) -> Any:
         found = texts[name]
@@ -165,7 +165,7 @@ def lines(
         roles = ", ".join(sorted({r.role or r.status for r in group}))
         steps = sorted({r.step for r in group if r.step is not None})
         out.append(f"  {safe(worst.tap)}  {safe(worst.cls)}  {safe(roles)}, {_steps(steps)}: {safe(worst.message)}")
-        out += [f"    cause: {safe(said, 1000)}" for said in dict.fromkeys(r.cause for r in group if r.cause)][:1]
+        out += [f"    cause: {safe(text, 1000)}" for text in dict.fromkeys(r.cause for r in group if r.cause)][:1]
     if most is not None and len(wrong) > most:
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
     out += ["", f"{'class':<36} {'outputs':>7} {'pass':>6} {'fail':>6}  worst / allowed"]
@@ -179,18 +179,18 @@ def lines(
             out.append(f"{safe(cls, 36):<36} {len(verdicts):>7} {len(verdicts) - bad:>6} {bad:>6}  {part}{exact}")
     known = {h.operator for h in machine.habits} if machine else set()
     notes = [*grids(rows), sentence(r for r in rows if r.cls not in known)]
-    out += [f"note: {safe(said, 1000)}" for said in notes if said]
+    out += [f"note: {safe(text, 1000)}" for text in notes if text]
     skipped = [f"  {n:>7}  calls: {safe(why)}" for why, n in totals.skipped.items()]
     skipped += [f"  {n:>7}  rows of checked calls: {safe(why)}" for why, n in totals.rows_skipped.items()]
     skipped += [f"  {n:>7}  outputs of checked calls: {safe(why)}" for why, n in totals.outputs_skipped.items()]
-    told = ["", *computes(machine)] if machine is not None and (machine.habits or machine.unknown) else []
-    return out + told + (["", "not checked:", *skipped] if skipped else [])
+    habits = ["", *computes(machine)] if machine is not None and (machine.habits or machine.unknown) else []
+    return out + habits + (["", "not checked:", *skipped] if skipped else [])
 
 
 def computes(machine: MachineHabits) -> list[str]:
     """The section on how this machine computes: a line for each operator and dtype, then what is not known."""
-    told = (*profile.lines(machine.habits), *machine.unknown)
-    return ["How this machine computes:", *(f"  {safe(said, 1000)}" for said in told)]
+    sentences = (*profile.lines(machine.habits), *machine.unknown)
+    return ["How this machine computes:", *(f"  {safe(text, 1000)}" for text in sentences)]
 
 
 def _sentence(rows: Sequence[CheckResult], totals: Totals) -> str:
@@ -224,7 +224,7 @@ def failures(rows: Iterable[CheckResult]) -> list[list[CheckResult]]:
 
 
 def is_cache(row: CheckResult) -> bool:
-    """Whether a row is of a cache, that the dump's own ledger has reported, and of no operator (replay.py)."""
+    """Whether a row is of a cache, that the dump's own ledger has reported, and of no operator (check_calls.py)."""
     return row.role == CACHE and row.step is None and row.status == FAIL
 
 

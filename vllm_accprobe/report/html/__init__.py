@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.charts import Heat, depth, factors, heat
 from vllm_accprobe.report.html import sections
-from vllm_accprobe.report.html.data import columns_json, heat_json, looks_json, packed, script_json, tree_json
+from vllm_accprobe.report.html.data import columns_json, heat_json, packed, script_json, tensor_details, tree_json
 from vllm_accprobe.report.html.sections import asset, fill, policy
 from vllm_accprobe.report.text import safe
 from vllm_accprobe.whole_file import write_text
@@ -71,7 +71,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         },
         "heat": heat_json(Heat((), (), (), 0) if equal else heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
-        "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
+        "looks": tensor_details(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
     # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
     covered = "".join(

@@ -142,13 +142,13 @@ NEIGHBOUR_NAME = 400
 def neighbours_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[dict[str, Any]]:
     """An entry for each origin with neighbours. page_index: index in ``Comparison.pairs`` → index on the page."""
     out = []
-    for origin, around in zip(comparison.origins, comparison.neighbours, strict=True):
-        if around is None:
+    for origin, neighbours in zip(comparison.origins, comparison.neighbours, strict=True):
+        if neighbours is None:
             continue
-        sides = {side: [_edge(e, page_index) for e in getattr(around, side)] for side in ("fed_by", "feeds")}
-        place = {"module": safe(facts.tap_of(origin), NEIGHBOUR_NAME), "tap": safe(around.tap, NEIGHBOUR_NAME)}
-        text: dict[str, Any] = {"role": safe(around.role, 80), "said": verdict_parts.described(around)}
-        text["left_out"] = list(around.left_out)
+        sides = {side: [_edge(e, page_index) for e in getattr(neighbours, side)] for side in ("fed_by", "feeds")}
+        place = {"module": safe(facts.tap_of(origin), NEIGHBOUR_NAME), "tap": safe(neighbours.tap, NEIGHBOUR_NAME)}
+        text: dict[str, Any] = {"role": safe(neighbours.role, 80), "said": verdict_parts.described(neighbours)}
+        text["left_out"] = list(neighbours.left_out)
         out.append(place | text | sides)
     return out
 
@@ -284,7 +284,7 @@ def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
                 "decode": r.decode.tolist(),
                 "width": r.width,
                 "tokens": text,
-                "worst": _looks_plain(r.worst),
+                "worst": _short_number(r.worst),
                 "codes": base64.b64encode(r.codes.tobytes()).decode("ascii"),
             }
             for r, text in zip(heat.requests, columns, strict=True)
@@ -304,12 +304,14 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
         entry[5] += 1
     rows = sorted(taps.values(), key=lambda e: (e[2], e[0]))
     return {
-        "taps": [[*e[:3], _looks_plain(e[3]), *e[4:]] for e in rows],
+        "taps": [[*e[:3], _short_number(e[3]), *e[4:]] for e in rows],
         "origins": [safe(facts.tap_of(o), NAME) for o in comparison.origins],
     }
 
 
-def looks_json(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None) -> dict[str, Any]:
+def tensor_details(
+    comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None
+) -> dict[str, Any]:
     """page_index: index in ``Comparison.pairs`` → index on the page. over: `factors`, where they are known."""
     return {
         "rows": _worst_rows(comparison, page_index, over),
@@ -364,7 +366,7 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
         worst = own[np.argsort(-key, kind="stable")[:MAX_ROWS]]
         columns = (rows.request, rows.position, rows.decode, rows.error, over)
         lines = [
-            [labels[who], at, "decode" if decode else "prefill", _looks_plain(error), _looks_plain(ratio)]
+            [labels[who], at, "decode" if decode else "prefill", _short_number(error), _short_number(ratio)]
             for who, at, decode, error, ratio in zip(*(c[worst].tolist() for c in columns), strict=True)
         ]
         out[str(page_index[i])] = [len(own), *lines]
@@ -372,8 +374,8 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
 
 
 def _values(values: np.ndarray) -> list[Any]:
-    return [_looks_plain(float(v)) for v in values]
+    return [_short_number(float(v)) for v in values]
 
 
-def _looks_plain(value: float, digits: int = 4) -> Any:
+def _short_number(value: float, digits: int = 4) -> Any:
     return nonfinite(value) or float(f"{value:.{digits}g}")

@@ -70,12 +70,12 @@ def check_backward(
         return
     for name, exact, mine, noise in gradients:
         dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
-        reference, given = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
+        reference, actual = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
         spread = matrix(noise.cpu(), 0)
-        v = judge(reference, given, dtype, noise=spread, common=unit(dtype))
-        measures = measure(reference.numpy(), given.numpy(), dtype)
-        message = message_of(v, None, None, Expected(exact), len(given))
-        yield judged(captured, (_ROLE + name, dtype, shape, 0), v, measures, (len(given), len(given), ""), message)
+        v = judge(reference, actual, dtype, noise=spread, common=unit(dtype))
+        measures = measure(reference.numpy(), actual.numpy(), dtype)
+        message = message_of(v, None, None, Expected(exact), len(actual))
+        yield judged(captured, (_ROLE + name, dtype, shape, 0), v, measures, (len(actual), len(actual), ""), message)
 
 
 def _gradients(call: Call, references: References, device: str, seed: int) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -116,19 +116,19 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[CheckResult]
         empty = Call(tap, cls)
         captured = Captured(tap, rank, None, record.call, empty, {record.role: record})
         mine = calls.read(record)
-        held = grid.narrowed(mine, calls.keeps().get(record.dtype, record.dtype))
-        mine = mine if held is None else held
+        stored = grid.narrowed(mine, calls.keeps().get(record.dtype, record.dtype))
+        mine = mine if stored is None else stored
         value, dtype = value.to(mine.dtype), grid.name_of(mine)
         if value.shape != mine.shape:
             yield without_verdict(captured, record.role, record, SKIP, OTHER_FORM)
             continue
-        wide, given = numbers(value).reshape(1, -1), numbers(mine).reshape(1, -1)
-        v = judge(wide, given, dtype, last=0.0)
-        measures = measure(wide.numpy(), given.numpy(), dtype)
+        wide, actual = numbers(value).reshape(1, -1), numbers(mine).reshape(1, -1)
+        v = judge(wide, actual, dtype, last=0.0)
+        measures = measure(wide.numpy(), actual.numpy(), dtype)
         if not v.passed and not (measures.rel_l2 is not None and measures.rel_l2 <= 0.5):
             yield without_verdict(captured, record.role, record, SKIP, OTHER_FORM)
             continue
-        message = "" if v.passed else f"{v.value:.0f} of {given.numel()} values are not the checkpoint's"
+        message = "" if v.passed else f"{v.value:.0f} of {actual.numel()} values are not the checkpoint's"
         what = record.role, record.dtype, record.shape, record.seq
         yield on_grid(judged(captured, what, v, measures, (1, 1, ""), message), record, dtype)
 
@@ -139,10 +139,10 @@ def cache_rows(dump: Dump) -> Iterator[CheckResult]:
     for rank, found in getattr(dump, "states", [])[:_MOST_FOUND]:
         tap = found.layer or found.first or f"cache group {found.group}"
         runner = is_runners(found)
-        said = f"{NOT_THE_MODEL if runner else 'the cache, not the kernel'}: {sentence(found)}"
+        text = f"{NOT_THE_MODEL if runner else 'the cache, not the kernel'}: {sentence(found)}"
         yield replace(
             unchecked(tap, "runner" if runner else "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE),
-            message=said, request=found.request or None, position=found.low, tier=PROVED,
+            message=text, request=found.request or None, position=found.low, tier=PROVED,
         )  # fmt: skip
 
 
