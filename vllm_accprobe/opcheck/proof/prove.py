@@ -49,7 +49,7 @@ _Output = tuple[int, str]
 
 
 def covers(mine: Iterable[CheckResult], pooled: Iterable[Pooled]) -> dict[str, ModuleCover]:
-    """Tap → what was checked of it. mine: check_calls.check_tap's rows of mine; pooled: of its taps, all calls together."""
+    """Tap → what was checked of it. mine: check_tap's rows of mine; pooled: of its taps, all calls together."""
     rows: dict[str, list[CheckResult]] = {}
     for c in mine:
         if c.step is not None:  # else a parameter
@@ -371,7 +371,7 @@ def prove(
     machines: Mapping[str, tuple[Habit, ...]] | None = None,
     explained: Explained | None = None, causes: Mapping[str, Any] | None = None,
 ) -> ReplayResult:  # fmt: skip
-    """golden, mine: check_calls.check_tap's rows of the two, settled (decided.py); splits: by tap; outliers: outputs of mine
+    """golden, mine: check_tap's rows of the two, settled (decided.py); splits: by tap; outliers: outputs of mine
     unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;
     causes: by tap (opcheck/causes/examine.py)."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}

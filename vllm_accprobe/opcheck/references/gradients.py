@@ -6,7 +6,7 @@ reference itself; a function of torch is its own. Noise: how far the exact gradi
 each gradient that comes in moves by one rounding of its dtype [stochastic estimates of conditioning: Parker, Monte
 Carlo Arithmetic, 1997]; what autograd saved of a forward's outputs is used as it was saved (`SavedOutputs`); and one
 rounding of the gradient's root mean square, because some are differences of equal things (attention with one key).
-Elsewhere: gradients that are drawn and run here (run/check_calls.py), which record belongs to which call (calls/records.py).
+Elsewhere: gradients drawn and run here (run/check_calls.py), which record belongs to which call (calls/records.py).
 """
 
 from __future__ import annotations
