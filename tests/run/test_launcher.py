@@ -98,6 +98,33 @@ def test_what_a_shell_left_behind_is_ended_too(tmp_path: Path) -> None:
     assert log.read_text().splitlines() == ["a SIGTERM"]
 
 
+DEAF = """
+import os, signal, subprocess, sys, time
+from vllm_accprobe.run.launcher import Guard
+guard = Guard(kill_after=1)
+child = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w'); time.sleep(99)"
+process = subprocess.Popen([sys.executable, "-c", child, sys.argv[1]], start_new_session=True,
+                           preexec_fn=lambda: guard.watch(-os.getpid()))
+print(process.pid, flush=True)
+time.sleep(99)
+"""
+
+
+def test_a_server_that_does_not_end_is_killed_where_its_command_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DEAF, str(tmp_path / "ready")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        wait_for(tmp_path / "ready")
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return  # killed, and init has not waited for it yet
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def on_terminal(*words: str) -> tuple[int, int]:
     """(pid, master) of a command whose terminal is new and whose process group is in front."""
     pid, master = pty.fork()

@@ -197,7 +197,7 @@ class ServedRun:
 
     def __enter__(self) -> ServedRun:
         fd = os.open(self.log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        self._guard = guard = Guard()
+        self._guard = guard = Guard(kill_after=int(self._stop_s))
         try:
             self.process = subprocess.Popen(
                 self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=fd, stderr=subprocess.STDOUT,

@@ -28,7 +28,11 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WAIT_S = 0.25
 _SHELL = frozenset("|&;<>()$`\\\"' \t\n*?[#~=%")
 TICK_S = 1.0
-_GUARD = 'read -r target || exit 0; read -r done || kill -s TERM -- "$target"'
+_GUARD = 'read -r target || exit 0; read -r done && exit 0; kill -s TERM -- "$target"'
+_THEN_KILL = (
+    '; n=0; while kill -s 0 -- "$target"; do [ "$n" -lt {0} ] || {{ kill -s KILL -- "$target"; exit 0; }}; '
+    "sleep 1; n=$((n+1)); done"
+)
 
 
 class LaunchError(Exception):
@@ -99,13 +103,14 @@ def run(
 
 class Guard:
     """Sends SIGTERM to what is watched if this process dies before it has dismissed the guard. In a session of its own:
-    what is sent to our group does not reach it."""
+    what is sent to our group does not reach it. kill_after: seconds until SIGKILL follows; None: never."""
 
-    def __init__(self) -> None:
+    def __init__(self, kill_after: int | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
+        script = _GUARD + (_THEN_KILL.format(kill_after) if kill_after is not None else "")
         with contextlib.suppress(OSError):  # without a shell nobody watches
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                ["/bin/sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 cwd="/", start_new_session=True,
             )  # fmt: skip
 
