@@ -21,7 +21,11 @@ transformers = pytest.importorskip("transformers")
 from vllm_accprobe import Probe  # noqa: E402
 from vllm_accprobe.cli import main  # noqa: E402
 from vllm_accprobe.dump.reader import Dump, open_dump  # noqa: E402
+from vllm_accprobe.formats.io import pack_file  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
+from vllm_accprobe.golden.answers import unpacked  # noqa: E402
+from vllm_accprobe.golden.opened import open_pack  # noqa: E402
+from vllm_accprobe.golden.prompts import MAX_TOKENS  # noqa: E402
 from vllm_accprobe.golden.stream import ANSWERS, TOP, streamed  # noqa: E402
 from vllm_accprobe.refusals import CommandError  # noqa: E402
 
@@ -319,3 +323,23 @@ def test_the_command(qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     again = ["golden", "stream", str(qwen2), "--prompts", str(tmp_path / "out" / ANSWERS), "--out", out + "2"]
     assert main(again) == 0
     assert [r.prompt_len for r in open_dump(out + "2").requests.values()] == [1, 1]
+
+
+def test_a_pack_of_a_streamed_model_has_answers_that_a_server_can_be_sent_along(qwen2: Path, tmp_path: Path) -> None:
+    ids = [PROMPTS[1], PROMPTS[2]]
+    file, pack = tmp_path / "prompts.jsonl", tmp_path / "x.golden"
+    file.write_text("".join(json.dumps({"id": f"p{i}", "token_ids": one}) + "\n" for i, one in enumerate(ids)))
+    made = ["golden", "make", "--float32", "--stream", str(qwen2), "--out", str(pack), "--prompts", str(file)]
+    assert main(made) == 0
+    assert main([*made, "--", "--dtype=half"]) == 2  # no server, no options of one
+    opened = open_pack(pack, tmp_path / "opened")
+    sent, _ = unpacked(opened.home / pack_file.PROMPTS, tmp_path / "answers")
+    alone = streamed(qwen2, ids, tmp_path / "alone", progress=lambda line: None)
+    scored = replies.read(tmp_path / "alone" / ANSWERS).passes[0].values()
+    assert alone.tensors
+    assert [r.name for r in sent.passes[0].values()] == ["p0", "p1"]
+    for reply, one, whole in zip(sent.passes[0].values(), ids, scored, strict=True):
+        cut = len(one) - MAX_TOKENS
+        assert (reply.prompt_token_ids, reply.token_ids) == (one[:cut], one[cut:])
+        assert reply.logprobs == pytest.approx((whole.logprobs or [])[cut - 1 :], abs=1e-6)
+        assert [top[0] for top in reply.top or ()] == [top[0] for top in (whole.top or [])[cut - 1 :]]

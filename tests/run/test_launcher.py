@@ -102,7 +102,7 @@ DEAF = """
 import os, signal, subprocess, sys, time
 from vllm_accprobe.run.launcher import Guard
 guard = Guard(kill_after=1)
-child = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w'); time.sleep(99)"
+child = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w'); time.sleep(9)"
 process = subprocess.Popen([sys.executable, "-c", child, sys.argv[1]], start_new_session=True,
                            preexec_fn=lambda: guard.watch(-os.getpid()))
 print(process.pid, flush=True)

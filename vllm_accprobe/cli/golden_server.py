@@ -91,6 +91,8 @@ class MakeOptions:
     model_and_options: list[str] = argument("MODEL [-- OPTIONS...]", "A model and options of vllm serve, or -- vllm "
                                             "serve MODEL ....")  # fmt: skip
     prompts: str | None = options.prompts()
+    stream: bool = option("--stream --float32", False, "Compute in float32 on this CPU without vLLM: layers are read "
+                          "from the checkpoint one after another.")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,16 @@ def make(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOptions) -> No
 
     The prompts are sent three times: freely, captured along these answers, and captured once more. Equal bytes mean
     that the pack is reproduced to the bit; otherwise the noise is reported. Options behind -- are vllm serve's.
+    With --float32 --stream nothing is served: the model is computed here, as by `accprobe golden stream`.
     Exit code 0: the pack is written, 2: it cannot be.
     """
     from vllm_accprobe.gate import preflight
     from vllm_accprobe.golden.make import make as made_pack
     from vllm_accprobe.report.text import count, size
 
+    if what.stream:
+        _make_streamed(what, file, how)
+        return
     line = _line(what.model_and_options)
     file.check()
     model = preflight.model_of(preflight.command_of(line, os.environ)) or ""
@@ -128,6 +134,19 @@ def make(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOptions) -> No
                 f"{rows}; {size(done.captured)} captured, {done.seconds:.0f} s")  # fmt: skip
     for why, n in found.left_out.items():
         typer.echo(f"left out: {n:,} rows of tensors: {why}")
+
+
+def _make_streamed(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOptions) -> None:
+    from vllm_accprobe.cli.golden_stream import make_streamed
+
+    if len(what.model_and_options) != 1:
+        raise CommandError("--float32 --stream takes a model's folder alone: no server is started, and has no options")
+    file.check()
+    with how.work() as work:
+        make_streamed(Path(what.model_and_options[0]), what.prompts, file.out, work, max_bytes=file.max_bytes,
+                      seed=file.seed)  # fmt: skip
+        if how.keep is not None:
+            say_written(work, about="the dump, the answers")
 
 
 def _line(words: Sequence[str]) -> str:

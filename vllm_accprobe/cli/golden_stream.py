@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,6 +14,10 @@ from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_written
 from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.waiting import USUAL
+
+if TYPE_CHECKING:
+    from vllm_accprobe.gate.sending.prompts import PromptLine
+    from vllm_accprobe.golden.stream import StreamSummary
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ def stream(what: GoldenStreamOptions) -> None:
     """
     if what.rows not in ("all", "pack"):
         raise CommandError(f"--rows {what.rows}: name all or pack")
-    names, ids, lengths = _prompts(what)
+    names, ids, lengths = _prompts(what.model, what.prompts)
     rows = None
     if what.rows == "pack":
         from vllm_accprobe.dump.schema import hash_tokens
@@ -58,40 +64,68 @@ def stream(what: GoldenStreamOptions) -> None:
         what.model, ids, what.out, dtype=what.dtype, modules=modules, progress=USUAL, prompt_lengths=lengths, rows=rows,
         names=names, expert_bytes=None if what.expert_gb is None else int(what.expert_gb * 1e9),
     )  # fmt: skip
-    typer.echo(
-        f"{done.blocks} blocks, {done.tensors:,} tensors, {done.payload_bytes / 1e9:.2f} GB, in {done.seconds:,.0f} s; "
-        f"{done.read_bytes / 1e9:.2f} GB read, peak memory {done.peak_bytes / 1e9:.2f} GB"
-    )
+    say_streamed(done)
     answer(golden=asdict(done))
     say_written(what.out)
 
 
-def _prompts(what: GoldenStreamOptions) -> tuple[list[str], list[list[int]], list[int]]:
+def _prompts(model: Path, source: str) -> tuple[list[str], list[list[int]], list[int]]:
     """Names, token ids with the generated ones, and how many are the prompt's. Raises CommandError."""
     from vllm_accprobe.gate.sending import prompts, replies
 
+    if not replies.exists(Path(source)):
+        names, ids = _encoded(model, prompts.read(source))
+        return names, ids, [len(prompt) for prompt in ids]
     names, ids, lengths = [], [], []
-    source = Path(what.prompts)
-    if replies.exists(source):
-        for name, reply in (replies.read(source).passes or [{}])[0].items():
-            if reply.prompt_token_ids and reply.refused is None:
-                names.append(name)
-                ids.append([*reply.prompt_token_ids, *(reply.token_ids or [])[:-1]])  # the last one was never read
-                lengths.append(len(reply.prompt_token_ids))
-        if not ids:
-            raise CommandError(f"--prompts: {source} has no answers with token ids")
-        return names, ids, lengths
+    for name, reply in (replies.read(Path(source)).passes or [{}])[0].items():
+        if reply.prompt_token_ids and reply.refused is None:
+            names.append(name)
+            ids.append([*reply.prompt_token_ids, *(reply.token_ids or [])[:-1]])  # the last one was never read
+            lengths.append(len(reply.prompt_token_ids))
+    if not ids:
+        raise CommandError(f"--prompts: {source} has no answers with token ids")
+    return names, ids, lengths
+
+
+def _encoded(model: Path, lines: Iterable[PromptLine]) -> tuple[list[str], list[list[int]]]:
+    """Names and token ids. Raises CommandError."""
     encode = None
-    for line in prompts.read(what.prompts):
+    names, ids = [], []
+    for line in lines:
         tokens = line.token_ids
         if tokens is None and line.text is not None:
             if encode is None:
                 from vllm_accprobe.golden.model_blocks import encoder
 
-                encode = encoder(what.model)
+                encode = encoder(model)
             tokens = tuple(encode(line.text))
         if not tokens:
             raise CommandError(f"--prompts: {line.name} has no text and no token_ids: name the folder of a `send`")
         names.append(line.name)
         ids.append(list(tokens))
-    return names, ids, [len(prompt) for prompt in ids]
+    return names, ids
+
+
+def make_streamed(
+    model: Path, prompts: str | None, out: Path, work: Path, *, max_bytes: int | None, seed: int
+) -> None:
+    """`golden make --float32 --stream`: a pack of what `stream` computes. The last tokens of each text count as
+    generated, so that `check` sends a server along them."""
+    from vllm_accprobe.gate.sending.prompts import read
+    from vllm_accprobe.golden.make import pack_streamed
+    from vllm_accprobe.golden.prompts import texts
+
+    lines = read(prompts) if prompts else [line for line in texts() if line.text is not None]
+    done, found = pack_streamed(model, *_encoded(model, lines), out, work, USUAL, max_bytes=max_bytes,
+                                seed=seed)  # fmt: skip
+    say_streamed(done)
+    answer(pack=out, golden=asdict(done), **asdict(found))
+    say_written(out, about=f"{found.bytes / 1e6:.2f} MB, {len(lines)} prompts, {found.taps:,} taps, "
+                f"{found.rows_full:,} rows in full, {found.rows_sketched:,} as sketches")  # fmt: skip
+
+
+def say_streamed(done: StreamSummary) -> None:
+    typer.echo(
+        f"{done.blocks} blocks, {done.tensors:,} tensors, {done.payload_bytes / 1e9:.2f} GB, in {done.seconds:,.0f} s; "
+        f"{done.read_bytes / 1e9:.2f} GB read, peak memory {done.peak_bytes / 1e9:.2f} GB"
+    )

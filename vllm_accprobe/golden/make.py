@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +42,9 @@ from vllm_accprobe.golden.answers import to_text
 from vllm_accprobe.golden.pack import PackSummary, RequestShape, pack, rows_wanted
 from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_private
+
+if TYPE_CHECKING:
+    from vllm_accprobe.golden.stream import StreamSummary
 
 DUMP, ANSWERS, CAPTURED, AGAIN = "dump", "answers", "captured", "again"
 """Folders of the work: the capture, and three folders of `send`."""
@@ -314,6 +317,50 @@ def make(
         dump.close()
     size = sum(f.stat().st_size for f in (work / DUMP).rglob("*") if f.is_file())
     return Made(summary, found, len(first.passes[0]), size, time.monotonic() - began)
+
+
+_SMALL = 2e9
+"""Chosen: bytes of a checkpoint up to which all rows are computed into the dump, as sketches need them; of a larger
+one those that a pack stores in full."""
+
+
+def pack_streamed(
+    model: Path, names: Sequence[str], ids: Sequence[Sequence[int]], out: Path, work: Path,
+    say: Callable[[str], None], *, max_bytes: int | None, seed: int,
+) -> tuple[StreamSummary, PackSummary]:  # fmt: skip
+    """Writes the pack ``out`` of the checkpoint at ``model``, computed in float32 on this CPU (stream.py), for prompts
+    of ``ids``, whose last tokens count as generated. Raises CommandError, DumpError, OSError."""
+    from vllm_accprobe.golden.stream import ANSWERS as SCORED
+    from vllm_accprobe.golden.stream import streamed
+
+    lengths = [max(len(prompt) - prompts.MAX_TOKENS, 1) for prompt in ids]
+    shapes = [RequestShape(n, len(prompt) - n, prompt=hash_tokens(prompt[:n]))
+              for prompt, n in zip(ids, lengths, strict=True)]  # fmt: skip
+    choice = rows_wanted(shapes, seed)
+    small = sum(f.stat().st_size for f in model.glob("*.safetensors")) <= _SMALL
+    rows = None if small else [choice.of(i) for i in range(len(ids))]
+    dump = work / DUMP
+    done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
+    text = work / TEXT
+    write_private(text, to_text(_cut_answers(replies.read(dump / SCORED), lengths, work / ANSWERS), 0.0, 0.0, {}))
+    return done, pack(dump, out, max_bytes=max_bytes, seed=seed, prompts=text)
+
+
+def _cut_answers(scored: Sent, lengths: Sequence[int], out: Path) -> Sent:
+    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths``."""
+    found = [reply for reply in scored.passes[0].values() if reply.logprobs]
+    cut = []
+    for reply, n in zip(found, lengths, strict=True):
+        whole = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
+        later: dict[str, Any] = {key: (getattr(reply, key) or [])[n - 1 :] for key in ("logprobs", "top", "margins")}
+        cut.append(replace(reply, prompt_token_ids=whole[:n], token_ids=whole[n:], **later))
+    lines = (json.dumps({"id": reply.name, "token_ids": reply.prompt_token_ids}) for reply in cut)
+    replies.begin(out, "\n".join(lines) + "\n", scored.about)
+    writer = replies.ReplyWriter(out / replies.pass_name(0))
+    for reply in cut:
+        writer.add(reply)
+    writer.close()
+    return replies.read(out)
 
 
 def opened(work: Path) -> Dump:
