@@ -40,6 +40,7 @@ NOT_RUN = {
         "the same, with two ranks"
     ),
     "accprobe golden check MODEL_vllm-0.32.golden -- vllm serve MODEL": "the same",
+    "accprobe golden make --float32 --stream MODEL --out MODEL_float32.golden": "test_stream.py has it",
     "git clone REPOSITORY accprobe && cd accprobe": "scripts/newcomer.py types it",
     "source .venv/bin/activate": "the environment is this one",
     "export PYTHONPATH=lab/planted VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1": "test_tutorial.py types it",
