@@ -40,7 +40,6 @@ from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, carried
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, rounded, sum_of_two
-from vllm_accprobe.opcheck.run.result_row import BY_NAME
 
 Inside = Sequence[tuple[str, str, Any]]
 NOT_HANDED_ON = "a block whose parts do not tell what it hands on"
@@ -50,6 +49,9 @@ UNSEEN = (
     "were not computed again"
 )
 """Why a block is not right by what its last part gave."""
+
+BY_NAME = "by its class's name: what its own code does was not recorded"
+"""As run/result_row.py has it, which a generated test does not have."""
 
 
 def inside(call: Call) -> Inside:
