@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_written
@@ -28,9 +29,9 @@ class GoldenStreamOptions:
     out: Path = option("--out -o", ..., "The dump; one that a killed run has begun is continued.", metavar="DIR")
     prompts: str = option("--prompts", "default", "A jsonl or text, as `send` takes it, or a folder of `send`: its "
                           "prompts, and its answers as generated tokens.", metavar="FILE")  # fmt: skip
-    modules: str = option("--modules", "", "Globs or presets, as for `run`. Default: all.", metavar="GLOBS")
+    modules: str | None = options.modules()
     rows: str = option("--rows", "all", "all, or pack: those that a pack stores in full.", metavar="WHICH")
-    dtype: str = option("--dtype", "float32", "float32 or float64.")
+    float64: bool = option("--float64", False, "Compute in float64: twice the memory.")
     expert_gb: float | None = option("--expert-gb", None, "Of layers that need more memory, experts are read one at a "
                                      "time. Default: half of what is free.", min=0.001, metavar="GB")  # fmt: skip
 
@@ -59,9 +60,10 @@ def stream(what: GoldenStreamOptions) -> None:
     going_on("finished blocks are", what.out)
     from vllm_accprobe.golden.stream import streamed
 
-    modules = tuple(filter(None, what.modules.split(",")))
+    modules = tuple(filter(None, (what.modules or "").split(",")))
     done = streamed(
-        what.model, ids, what.out, dtype=what.dtype, modules=modules, progress=USUAL, prompt_lengths=lengths, rows=rows,
+        what.model, ids, what.out, dtype="float64" if what.float64 else "float32", modules=modules, progress=USUAL,
+        prompt_lengths=lengths, rows=rows,
         names=names, expert_bytes=None if what.expert_gb is None else int(what.expert_gb * 1e9),
     )  # fmt: skip
     say_streamed(done)

@@ -67,7 +67,7 @@ def test_a_mean_of_fewer_terms_is_no_epsilon() -> None:
     assert found is not None
     assert not found.agree
     assert choose([found]).value is None
-    assert "fit no epsilon: rows give different ones" in choose([found]).said
+    assert "fit no epsilon: rows give different ones" in choose([found]).source
 
 
 def test_an_unusual_one_is_said_and_not_taken() -> None:
@@ -75,8 +75,8 @@ def test_an_unusual_one_is_said_and_not_taken() -> None:
     assert found is not None
     chosen = choose([found])
     assert chosen.value is None
-    assert chosen.said.startswith("its epsilon was not recorded; input and output fit 3e-05 ±")
-    assert chosen.said.endswith("which is no usual one: name it with --attribute eps=VALUE")
+    assert chosen.source.startswith("its epsilon was not recorded; input and output fit 3e-05 ±")
+    assert chosen.source.endswith("which is no usual one: name it with --attribute eps=VALUE")
 
 
 def fits(*values: float, error: float = 1e-8, smallest: float = 1.0) -> list[EpsilonFit]:
@@ -93,13 +93,13 @@ def test_what_cannot_be_told_apart_and_does_not_matter_is_taken_with_what_it_lea
     chosen = choose(fits(1e-6, error=1e-4))
     assert chosen.value is not None
     assert 0 < chosen.slack <= 0.5e-3
-    assert "differ by less than a rounding" in chosen.said
+    assert "differ by less than a rounding" in chosen.source
 
 
 def test_what_cannot_be_told_apart_and_matters_is_not() -> None:
     chosen = choose(fits(1e-6, error=1e-4, smallest=1e-5))
     assert chosen.value is None
-    assert "fit all from 1e-12 to 0.0001" in chosen.said
+    assert "fit all from 1e-12 to 0.0001" in chosen.source
 
 
 @pytest.mark.parametrize("change", [

@@ -391,8 +391,8 @@ class ModuleParameters:
     def lacking(self, rank: int, tap: str, found: Mapping[str, Any]) -> dict[str, Record]:
         """A module's parameters of which only statistics are here: by name, those that are not among ``found``."""
         owner = self._owner(rank, tap, self._modules.get(rank, {}).get(tap))
-        records = self._records.get((rank, owner), {})
-        return {n: r for n, r in records.items() if n not in found and r.payload is None and 0 not in r.shape}
+        records, known = self._records.get((rank, owner), {}), set(found)
+        return {n: r for n, r in records.items() if n not in known and r.payload is None and 0 not in r.shape}
 
     def _owner(self, rank: int, tap: str, module: Module | None) -> str:
         """The path under which a module's parameters were recorded: a module with two names has them under one."""

@@ -487,7 +487,7 @@ def _entry(b: ReplayFinding, known: OriginEntry | None) -> OriginEntry:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:
         # The limit that it breaks so many times is that of its replay, which is another than the comparison's.
-        created, by = at.get("created", known["created"]), b.times or b.severity
+        created, by = at.get("created", known.get("created")), b.times or b.severity
         if created and by and math.isfinite(created) and math.isfinite(by):
             at["floor"] = created / by
         if str(known.get("role")).startswith("input"):  # what was blamed there was no result of the module
