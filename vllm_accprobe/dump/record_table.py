@@ -135,7 +135,10 @@ class TensorSites:
         number = self._heads.get(line[:at])
         if number is None:
             return None
-        e = orjson.loads(b"{" + line[at + 1 :])
+        try:
+            e = orjson.loads(b"{" + line[at + 1 :])
+        except ValueError:  # the whole line says what is wrong; NaN and half a surrogate pair are not
+            return None
         return (number, e) if _OWN.issuperset(e) else None
 
     def whole(self, line: bytes, e: Event) -> tuple[int, Event]:
@@ -143,7 +146,8 @@ class TensorSites:
         number, head = self.number(TensorSite.of_line(e, self._layouts)), line[: line.find(_CUT)]
         with contextlib.suppress(ValueError):  # a head is an object of its own, and says all but what may follow it
             known = orjson.loads(head + b"}")
-            if len(self._heads) < _MOST_HEADS and known.keys() | _OWN >= e.keys() and not known.keys() & _OWN:
+            same = known.keys() == e.keys() - _OWN and TensorSite.of_line(known, self._layouts) == self.all[number]
+            if same and len(self._heads) < _MOST_HEADS:
                 self._heads[head] = number
         return number, e
 
@@ -179,12 +183,14 @@ class RecordTable(Sequence[Record]):
         """The tensors of one rank, as `TensorSites` reads their lines, and (which, why) of those that are none."""
         try:
             return RecordTable(sites, _columns(sites, rank, *zip(*lines, strict=True))), []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if len(lines) == 1:
-                return RecordTable(sites, _EMPTY), [(0, str(error))]
-        each = [RecordTable.of_lines(sites, rank, [line]) for line in lines]
-        wrong = [(i, why) for i, (_, bad) in enumerate(each) for _, why in bad]
-        return RecordTable.joined(sites, [part for part, _ in each]), wrong
+                why = "nested too deep" if isinstance(error, RecursionError) else str(error)
+                return RecordTable(sites, _EMPTY), [(0, why)]
+        half = len(lines) // 2
+        first, bad = RecordTable.of_lines(sites, rank, lines[:half])
+        second, more = RecordTable.of_lines(sites, rank, lines[half:])
+        return RecordTable.joined(sites, [first, second]), [*bad, *((half + i, why) for i, why in more)]
 
     def __len__(self) -> int:
         return len(self.columns["site"])
@@ -229,7 +235,7 @@ class RecordTable(Sequence[Record]):
         """(the first record of each site and call, in order; int64 [n]: which of them each record is like). Only when
         no site changes any more."""
         calls, call = np.unique(self.columns["call"], return_inverse=True)
-        code = self.columns["site"] * len(calls) + call
+        code = self.columns["site"].astype(np.int64) * len(calls) + call
         _, first, which = np.unique(code, return_index=True, return_inverse=True)
         order = np.argsort(first)
         rank = np.empty(len(order), np.int64)
