@@ -397,9 +397,9 @@ class RankReader:
     def _check_rows(self) -> None:
         """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
         table = self.table
-        names = list(dict.fromkeys(site.rows for site in self.sites.all if site.rows and not site.parameter))
-        number = {name: i for i, name in enumerate(names)}
-        space = table.by_site(lambda site: -1 if site.parameter else number.get(site.rows or "", -1), np.int64)
+        names = list(dict.fromkeys(s.rows for s in self.sites.all if s.rows is not None and not s.parameter))
+        number: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+        space = table.by_site(lambda site: -1 if site.parameter else number.get(site.rows, -1), np.int64)
         rows = table.by_site(lambda site: site.shape[site.row_dim] if site.shape else -1, np.int64)
         at = np.flatnonzero(space >= 0)
         steps, step = np.unique(table.columns["step"][at], return_inverse=True)
@@ -420,8 +420,10 @@ class RankReader:
 
     def _report(self) -> None:
         say, rank = self.dump.problems.append, f"rank {self.rank}"
+        tables = self.table, self.padding
+        known = sum(map(len, tables))
         if self.unreadable:
-            say(f"{rank}: {JOURNAL} cannot be read{' further' if len(self.table) else ''}: {self.unreadable}")
+            say(f"{rank}: {JOURNAL} cannot be read{' further' if known else ''}: {self.unreadable}")
             return
         if self.rank not in self.dump.starts:
             say(f"{rank}: the journal has no first line: not all of it may be here")
@@ -438,9 +440,8 @@ class RankReader:
         if self.rank in self.dump.stops:
             say(f"{rank}: capture stopped early: {self.dump.stops[self.rank].reason}")
         if self.rank not in self.dump.ends:
-            readable = int((self.table.columns["seg"] >= 0).sum())
-            say(f"{rank} was not closed (killed, or still running): {_tensors(readable)} readable, "
-                f"{len(self.table)} known")  # fmt: skip
+            readable = sum(int((table.columns["seg"] >= 0).sum()) for table in tables)
+            say(f"{rank} was not closed (killed, or still running): {_tensors(readable)} readable, {known} known")
 
 
 def _tensors(n: int) -> str:

@@ -1,0 +1,155 @@
+"""The table of a dump's tensors: hostile and unusual lines are read as if each stood alone; a choice is that of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from vllm_accprobe.dump import record_table
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.record_table import (
+    ChosenRecords,
+    RecordTable,
+    TensorSites,
+    of_moment,
+    of_new_places,
+    stored_bytes,
+)
+from vllm_accprobe.dump.schema import PADDING, Record
+
+HEAD = '{"event":"tensor","tap":"a","class":"L","role":"output.0","dtype":"float32","shape":[2,4]'
+GOOD = HEAD + ',"call":0,"seq":1,"step":0,"hash":"ab"}'
+DEEP = "[" * 1000 + "]" * 1000
+ROWS = (
+    '{"event":"rows","step":0,"space":"%s","src_rows":2,"ids":[],'
+    '"segments":[{"req":0,"pos":0,"n":2,"phase":"prefill"}]}'
+)
+
+
+def rows_of(space: str, shape: str = "[2,4]") -> str:
+    return GOOD.replace('"shape":[2,4]', f'"shape":{shape},"rows":"{space}"')
+
+
+@pytest.mark.parametrize(("lines", "wanted", "problem"), [
+    # A line that is nested too deep is counted, the others are read.
+    ((GOOD, GOOD.replace('"seq":1', f'"seq":1,"stats":{DEEP}'), GOOD), [((2, 4), None, "ab")] * 2, "nested too deep"),
+    ((GOOD, GOOD.replace('"seq":1', f'"seq":{DEEP}'), GOOD), [((2, 4), None, "ab")] * 2, "line 3: nested too deep"),
+    # A key that comes again behind the head: it counts in its own line alone.
+    ((GOOD.replace('"seq":1', '"seq":1,"shape":[7]'), GOOD), [((7,), None, "ab"), ((2, 4), None, "ab")], ""),
+    ((GOOD.replace('"seq":1', '"seq":1,"rows":"x"'), GOOD), [((2, 4), None, "ab")] * 2, "without a row map"),
+    # What Python's JSON accepts is accepted in every line of a site, not in the first alone.
+    ((GOOD.replace('"seq":1', '"seq":1,"stats":{"count":8,"min":NaN,"max":1e999}'),) * 2,
+     [((2, 4), None, "ab")] * 2, ""),
+    ((GOOD.replace('"ab"', '"\\ud800"'),) * 2, [((2, 4), None, "\ud800")] * 2, ""),
+    ((GOOD, GOOD[:-1] + ",}"), [((2, 4), None, "ab")], "line 3: Expecting property name"),
+    # A row map without a name is checked as others are.
+    ((ROWS % "", rows_of("")), [((2, 4), "", "ab")], ""),
+    ((ROWS % "", rows_of("", "[3,4]")), [((3, 4), None, "ab")], "1 tensor without a row map that fits"),
+    ((rows_of(""),), [((2, 4), None, "ab")], "1 tensor without a row map that fits"),
+    # Tensors of nobody's rows count among those that are known.
+    ((ROWS % PADDING, GOOD, rows_of(PADDING)), [((2, 4), None, "ab")], "0 tensors readable, 2 known"),
+], ids=("stats", "seq", "shape", "rows", "nan", "surrogate", "torn", "map", "other map", "no map", "padding"))  # fmt: skip
+def test_lines_of_a_journal(
+    tmp_path: Path, lines: tuple[str, ...], wanted: list[tuple[Any, ...]], problem: str
+) -> None:
+    rank = tmp_path / "rank0000"
+    rank.mkdir()
+    (tmp_path / "run.json").write_text('{"schema": 1}')
+    (rank / "journal.jsonl").write_text("\n".join(('{"event":"start","schema":1,"rank":0}', *lines, "")))
+    dump = open_dump(tmp_path)
+    assert [(r.shape, r.rows, r.hash) for r in dump.records] == wanted
+    problems = [p for p in dump.problems if problem or "was not closed" not in p]
+    assert problems if problem else not problems
+    assert problem in " ".join(problems)
+
+
+def table_of(*events: dict[str, Any], rank: int = 0, sites: TensorSites | None = None) -> RecordTable:
+    """Of lines with these changes to `GOOD`."""
+    sites = sites or TensorSites()
+    lines = [orjson.dumps(orjson.loads(GOOD) | e) for e in events]
+    table, bad = RecordTable.of_lines(sites, rank, [sites.whole(line, orjson.loads(line)) for line in lines])
+    assert bad == []
+    return table
+
+
+def test_one_line_that_is_none_does_not_make_all_be_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    columns = record_table._columns
+    monkeypatch.setattr(record_table, "_columns", lambda *args: (read.append(len(args[2])), columns(*args))[1])
+    sites, e = TensorSites(), orjson.loads(GOOD)
+    number, _ = sites.whole(GOOD.encode(), e)
+    table, bad = RecordTable.of_lines(sites, 0, [(number, e | {"seq": -1 if i == 300 else i}) for i in range(512)])
+    assert [r.seq for r in table] == [i for i in range(512) if i != 300]
+    assert bad == [(300, "seq is -1, not a number from 0 to 9007199254740992")]
+    assert len(read) == 1 + 2 * 9  # the halves of each half that has it
+
+
+def test_places_of_many_sites_and_calls() -> None:
+    """Their product, 1 << 32, is no int32."""
+    two = table_of({"tap": "a"}, {"tap": "b"})
+    first, last = two.sites.all
+    sites, n = TensorSites(), 1 << 16
+    sites.all = [first] * n + [last]
+    table = RecordTable(sites, {name: np.repeat(c[:1], n + 1) for name, c in two.columns.items()})
+    table.columns["site"][n], table.columns["call"][:n] = n, np.arange(n)
+    records, which = table.places
+    assert len(records) == n + 1
+    assert records[which[n]].tap == "b"
+
+
+EVENTS: list[dict[str, Any]] = [
+    {"tap": "a", "step": 0, "seg": 0, "off": 0, "nbytes": 32},
+    {"tap": "b", "step": 0, "seg": 0, "off": 32, "nbytes": 32},
+    {"tap": "a", "step": 1, "seg": 0, "off": 0, "nbytes": 32},  # the same bytes again
+    {"tap": "a", "step": 2},
+    {"tap": "a", "step": 2, "call": 1, "seg": 1, "off": 0, "nbytes": 32},  # a call that no step before had
+    {"tap": "a", "step": 3, "call": 1},
+    {"tap": "c", "event": "param", "role": "param.w", "seg": 0, "off": 0, "nbytes": 32},
+]
+
+
+@pytest.fixture
+def ranks() -> RecordTable:
+    """Two ranks: ``EVENTS`` of rank 0, the first two of rank 1."""
+    sites = TensorSites()
+    return RecordTable.joined(sites, [table_of(*EVENTS, sites=sites), table_of(*EVENTS[:2], rank=1, sites=sites)])
+
+
+def _places(records: Sequence[Record]) -> list[tuple[Any, ...]]:
+    return [(r.rank, r.step, r.tap, r.call) for r in records]
+
+
+ALL = [(0, 0, "a", 0), (0, 0, "b", 0), (0, 1, "a", 0), (0, 2, "a", 0), (0, 2, "a", 1), (0, 3, "a", 1),
+       (0, None, "c", 0), (1, 0, "a", 0), (1, 0, "b", 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choose", "wanted", "same"), [
+    (lambda table: table, ALL, True),
+    (lambda table: of_moment(table, 0, 2), ALL[3:5], True),
+    (lambda table: of_moment(table, 1, 0), ALL[7:], True),
+    (lambda table: of_moment(table, 0, None), ALL[6:7], True),
+    (lambda table: of_moment(table, 1, None), [], True),
+    (of_new_places, [*ALL[:2], *ALL[3:5]], False),  # step 2 whole; rank 1 has no place that rank 0 did not have
+    (lambda table: [r for _, r in ChosenRecords(table, np.array([1, 4, 6]))], [ALL[1], ALL[4], ALL[6]], True),
+    (lambda table: [ChosenRecords(table, np.array([1, 4]))[-1][1]], [ALL[4]], True),
+    (lambda table: [r for _, r in ChosenRecords(table, np.array([1, 4, 6]))[1:]], [ALL[4], ALL[6]], True),
+    (lambda table: [r for _, r in ChosenRecords(table, np.arange(9)).but(("a",))], [ALL[1], ALL[6], ALL[8]], True),
+], ids=("all", "step", "rank", "parameters", "none", "new places", "chosen", "one", "slice", "but"))  # fmt: skip
+def test_a_choice(
+    ranks: RecordTable, choose: Callable[[Any], Sequence[Record]], wanted: list[tuple[Any, ...]], same: bool
+) -> None:
+    """same: a list, as other tools' dumps have it, gives the same; of_new_places returns all of it."""
+    assert _places(choose(ranks)) == wanted
+    assert _places(choose(list(ranks))) == (wanted if same else ALL)
+
+
+def test_counts(ranks: RecordTable) -> None:
+    for records in (ranks, list(ranks)):
+        assert stored_bytes(records) == 5 * 32  # three places of rank 0, two of rank 1
+        chosen = ChosenRecords(records, np.array([1, 4, 6]))
+        assert (len(chosen), chosen.ran, [i for i, _ in chosen]) == (3, 2, [1, 4, 6])
