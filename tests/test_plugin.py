@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -101,6 +103,43 @@ def test_forcing_alone_leaves_the_engine_as_configured(tmp_path: Path, monkeypat
     assert os.environ["VLLM_ACCPROBE_FORCE"] == str(tmp_path / "steps")
     assert (tmp_path / "steps").stat().st_mode & 0o777 == 0o700
     assert [p.name for p in tmp_path.iterdir()] == ["steps"]
+
+
+class Odd:
+    def is_alive(self) -> bool:
+        raise AssertionError("can only test a child process")
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(("args", "kwargs", "line"), [
+    (([],), {}, ""),
+    ((), {"worker_procs": []}, ""),
+    (([Odd()],), {}, "did not wait for the workers' dumps (AssertionError: can only test a child process)"),
+    ((), {"procs": []}, "did not wait for the workers' dumps"),
+], ids=("position", "name", "error", "another name"))  # fmt: skip
+def test_workers_are_ended_whatever_happens_before(
+    monkeypatch: pytest.MonkeyPatch, static: bool, args: Any, kwargs: Any, line: str
+) -> None:
+    called: list[Any] = []
+    lines: list[str] = []
+
+    def _ensure_worker_termination(*args: Any, **kwargs: Any) -> None:
+        called.append((args[not static :], kwargs))
+
+    module, package = ModuleType("vllm.v1.executor.multiproc_executor"), ModuleType("vllm.v1.executor")
+    method = staticmethod(_ensure_worker_termination) if static else _ensure_worker_termination
+    executor = type("MultiprocExecutor", (), {"_ensure_worker_termination": method})
+    module.MultiprocExecutor = executor  # type: ignore[attr-defined]
+    for made in (package, module):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setattr(plugin, "_patched", set())
+    monkeypatch.setenv("VLLM_ACCPROBE_DIR", "somewhere")
+    monkeypatch.setattr(plugin, "_say", lines.append)
+    plugin._patch_worker_end()
+    executor()._ensure_worker_termination(*args, **kwargs)  # type: ignore[attr-defined]
+    assert called == [(args, kwargs)]
+    assert len(lines) == bool(line)
+    assert line in "".join(lines)
 
 
 def test_a_directory_for_steps_that_cannot_be_stops_the_start(tmp_path: Path) -> None:

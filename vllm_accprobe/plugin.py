@@ -267,11 +267,15 @@ def _patch_worker_end() -> None:
         return
     static = isinstance(vars(MultiprocExecutor).get(original.__name__), staticmethod)
 
-    def ensure(*args: Any) -> Any:
-        from vllm_accprobe.dump.journal_writer import settle
+    def ensure(*args: Any, **kwargs: Any) -> Any:
+        try:
+            from vllm_accprobe.dump.journal_writer import settle
 
-        settle(args[-1], os.environ.get("VLLM_ACCPROBE_DIR", ""))
-        return original(*args)
+            procs = kwargs["worker_procs"] if "worker_procs" in kwargs else args[-1]
+            settle(procs, os.environ.get("VLLM_ACCPROBE_DIR", ""))
+        except Exception as error:
+            _say(f"did not wait for the workers' dumps ({type(error).__name__}: {error})")
+        return original(*args, **kwargs)
 
     setattr(MultiprocExecutor, original.__name__, staticmethod(ensure) if static else ensure)
     _patched.add("worker end")

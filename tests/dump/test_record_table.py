@@ -1,4 +1,4 @@
-"""The table of a dump's tensors: hostile and unusual lines are read as if each stood alone; a choice is that of a list."""
+"""The table of a dump's tensors: hostile and unusual lines are read as if it stood alone; choices as of a list."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows_of(space: str, shape: str = "[2,4]") -> str:
     ((rows_of(""),), [((2, 4), None, "ab")], "1 tensor without a row map that fits"),
     # Tensors of nobody's rows count among those that are known.
     ((ROWS % PADDING, GOOD, rows_of(PADDING)), [((2, 4), None, "ab")], "0 tensors readable, 2 known"),
-], ids=("stats", "seq", "shape", "rows", "nan", "surrogate", "torn", "map", "other map", "no map", "padding"))  # fmt: skip
+], ids=("stats", "seq", "shape", "rows", "nan", "pair", "torn", "map", "other map", "none", "padding"))  # fmt: skip
 def test_lines_of_a_journal(
     tmp_path: Path, lines: tuple[str, ...], wanted: list[tuple[Any, ...]], problem: str
 ) -> None:
