@@ -72,6 +72,23 @@ def test_another_process_compiles_while_dumps_are_opened(tmp_path, monkeypatch):
     assert native._EARLY == []
 
 
+def test_one_that_hangs_is_killed_and_none_is_started_for_nothing(tmp_path, monkeypatch):
+    def unusable(*_):
+        raise native.Unusable("compiled here")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_made", unusable)
+    monkeypatch.setattr(native, "_PATIENCE_S", 0.1)
+    hangs = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9)"])
+    monkeypatch.setattr(native, "_EARLY", [hangs])
+    with pytest.raises(native.Unusable, match="compiled here"):
+        native.loops()
+    assert hangs.wait(5) == -9
+    monkeypatch.setattr(native.os, "access", lambda *_: False)  # a directory that may only be read
+    native.compile_early()
+    assert native._EARLY == []
+
+
 def test_a_file_that_is_damaged_or_anothers_is_not_read(loops, tmp_path):
     made = {"rows": ("symbol", ["sqrt"], b"code")}
     path = tmp_path / "x.bin"

@@ -106,19 +106,27 @@ def loops() -> Loops:
     place = user_cache.directory()
     found = None if place is None else _read(place / name, name)
     if found is None and place is not None and _EARLY:
-        _EARLY.pop().wait()
+        child = _EARLY.pop()
+        try:
+            child.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
         found = _read(place / name, name)
     return _loaded(_made(name, place) if found is None else found, llvm)
 
 
 _EARLY: list[Child] = []
+_PATIENCE_S = 60.0
+"""Chosen: compiling takes a few seconds."""
 
 
 def compile_early() -> None:
     """Where nothing is kept yet, starts another process that compiles, while this one opens dumps and pairs them: the
     first comparison on a machine takes about a second less. It ends with this process."""
     place = user_cache.directory()
-    if place is None or not sys.platform.startswith("linux") or any(place.glob("loops-*.bin")):
+    if place is None or not os.access(place, os.W_OK):  # what it compiles could not be kept
+        return
+    if not sys.platform.startswith("linux") or any(place.glob("loops-*.bin")):
         return
     nothing = subprocess.DEVNULL
     with contextlib.suppress(OSError):
