@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from vllm_accprobe.cli import main
+from vllm_accprobe.formats.common import sglang_logs
 
 Rows = list[list[str]]
 BASIC = ["NPU Name", "Bench Name", "NPU Dtype", "Bench Dtype", "NPU Tensor Shape", "Bench Tensor Shape"]
@@ -282,6 +285,21 @@ def test_sglangs_logs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not [line for line in more if line not in out], out
     assert ("summary" in out) == (name in ("torn.log", "other.log"))
     assert out.endswith("`accprobe compare BASELINE_DUMP TARGET_DUMP`\n")
+
+
+@pytest.mark.parametrize(("text", "name", "passed"), [
+    ("Skip: target=" + "name=" * 20_000 + " since no baseline", "name=" * 20_000, 0),  # 20 s without a bound
+    ("Check:\ntarget=" + "x" * 4096 + "name=y.pt", "target=" + "x" * 4096 + "name=y.pt", 0),
+    ("Check:\ntarget=" + "x" * 4000 + "name=y.pt", "y", 0),
+    ("Check:\n\nSummary: " + "9" * 5000 + " passed", "", 10**18 - 1),
+], ids=("many names", "far", "near", "number"))  # fmt: skip
+def test_a_log_with_long_lines_is_read_at_once(text: str, name: str, passed: int, tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(text, encoding="utf-8")
+    concluded: Counter[str] = Counter()
+    start = time.monotonic()
+    assert [row["name"] for row in sglang_logs.rows(tmp_path / "a.log", concluded)] == [name]
+    assert concluded["passed"] == passed
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("text", ["✅ all tests passed\n", "Check:\nthe log\n", "Config: {}\n", "Skip: this one\n"])

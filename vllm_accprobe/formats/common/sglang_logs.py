@@ -20,6 +20,8 @@ SUFFIXES = ("", ".txt", ".log", ".out")
 COMPARATOR, DUMP_COMPARATOR = "log=comparator", "log=dump_comparator"
 _HEAD = 1 << 16
 _MOST_LINES = 10_000
+_MOST_PATH = 4096
+"""Letters: Linux's PATH_MAX."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _STEP = r"(?:\[step=(?P<step>\d+)\] ?)?"
 _KINDS = {
@@ -38,7 +40,7 @@ _BEGINS = {
 }
 """In this order; the first that fits the beginning of a line."""
 _SUMMARY = re.compile(r"Summary: (?=\d+ passed)|│ +(?=\d+ passed)")
-_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errored)")
+_COUNT = re.compile(r"(\d{1,18}) (passed|failed|skipped|errored)")
 _NUMBERS = re.compile(r"(rel_diff|max_abs|mean_abs)(?:_diff)?=(\S+)")
 _MARKS = re.compile(r"([✅❌]) (rel_diff|max_abs_diff|mean_abs_diff)=")
 _FAILED = re.compile(r"(?:⚠️?|✗) ?(.+)|❌ (axis=.+)")
@@ -90,8 +92,9 @@ def _row(kind: str, parts: dict[str, str], lines: list[str]) -> dict[str, str]:
         row.setdefault(f"{number}_diff" if number != "rel_diff" else number, value)
     if kind in ("checked", "unmatched"):
         path = row["name"] or next((line for line in lines if line.startswith("target=")), "")
-        row["name"] = found[1] if (found := _NAME.search(path)) else path
-        row["step"] = found[1] if (found := _PATH_STEP.search(path)) else ""
+        start = path[:_MOST_PATH]  # the search takes a time that grows with the square of the length
+        row["name"] = found[1] if (found := _NAME.search(start)) else path
+        row["step"] = found[1] if (found := _PATH_STEP.search(start)) else ""
         marks = {f"{number} mark": mark for mark, number in _MARKS.findall(text)}
         return row | (marks or {"rel_diff mark": "Shape mismatch" if "Shape mismatch" in text else "Skip"})
     failed = [why for line in lines if (m := _FAILED.match(line.strip())) for why in m.groups() if why]
