@@ -183,3 +183,16 @@ def test_shares_that_somebody_may_add_up_stay_shares(honest: SimpleNamespace) ->
     assert loose(honest) == frozenset()
     assert unsummed_taps(honest, frozenset()) == []
     assert unsummed(honest) == frozenset()
+
+
+@pytest.mark.parametrize(("roles", "left"), [
+    (("input.output", "inplace.output"), ["inplace.output"]),  # what the buffer held before the call
+    (("input.out", "inplace.out"), ["inplace.out"]),
+    (("output",), ["output"]), (("out", "input.out"), ["out", "input.out"]),  # what a tool names its results
+])  # fmt: skip
+def test_only_a_buffer_that_was_written_in_place_is_set_apart(roles: tuple[str, ...], left: list[str]) -> None:
+    records = [record("attn", "Attention", role, 0, SHARE) for role in roles]
+    sides = [SimpleNamespace(ranks=(0,), ops=(), records=records) for _ in range(2)]
+    golden, mine, skipped = operators.set_apart(*sides)
+    assert [r.role for r in mine.records] == [r.role for r in golden.records] == left
+    assert skipped == ({operators.FRESH: 1} if len(left) < len(roles) else {})

@@ -58,9 +58,9 @@ from vllm_accprobe.dump.schema import OWN, Module, Record
 ONE_SIDE = "operator calls are in one of the dumps only"
 ENGINES = "an operator outside any module (the engine's own bookkeeping)"
 RANKS = "operators of several ranks"
-FRESH = "memory that nobody had written to when the operator was called"
-_BUFFERS = ("output", "out")
-"""Arguments of vLLM's layers that these write their result into and do not read."""
+FRESH = "memory that nobody had written to when the operator or the module was called"
+_WRITTEN = ("inplace.output", "inplace.out")
+"""Arguments of vLLM's layers that these write their result into and do not read, after the call."""
 INTEGERS = "integers of a library's operator (handles, schedules)"
 BLOCKS = "blocks of a cache, whose numbers and other contents differ from run to run"
 SHAPES = "an operator's tensor of another shape"
@@ -102,7 +102,8 @@ class _OperatorFacts:
         self.shapes: dict[Place, tuple[int, ...]] = {}
         self.modules = False
         self.ranks = len(dump.ranks)
-        written = {(r.tap, r.role) for r in dump.records if r.role.removeprefix("inplace.") in _BUFFERS}
+        firsts = first_of_each_site(dump.records)
+        written = {(r.tap, r.role) for r in firsts if r.role in _WRITTEN}
         self.buffers = {(tap, role.replace("inplace.", "input.")) for tap, role in written}
         if not ops:
             return
