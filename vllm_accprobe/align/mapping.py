@@ -173,7 +173,8 @@ def parse_mapping(data: Any, origin: str) -> Rules:
     listed = isinstance(listed, list) and any(isinstance(rule, Mapping) for rule in listed)
     ours = isinstance(data.get("rename"), Mapping) or listed
     if ours and (bad := sorted(set(data) - {"rename", "rules"})):
-        raise MappingError(f"{origin}: {bad[0]!r} beside 'rename' and 'rules' is not known: put patterns into 'rules'")
+        raise MappingError(f"{origin}: unknown key {bad[0]!r}: only 'rename' and 'rules' are allowed; "
+                           "put patterns into 'rules'")  # fmt: skip
     if not set(data) <= {"rename", "rules"}:
         own = tuple(_rule({"mine": k, "golden": v}, f"{origin}: {k}") for k, v in data.items())
         return Rules(origin, (), own, types=_types(data))

@@ -26,7 +26,7 @@ class GoldenStreamOptions:
     """Of what, for which prompts, and which tensors are stored."""
 
     model: Path = argument("MODEL", "A folder with config.json and safetensors files, not quantised.")
-    out: Path = option("--out -o", ..., "The dump; one that a killed run has begun is continued.", metavar="DIR")
+    out: Path = option("--out -o", ..., "The dump. A dump that an interrupted run left is continued.", metavar="DIR")
     prompts: str = option("--prompts", "default", "A jsonl or text, as `send` takes it, or a folder of `send`: its "
                           "prompts, and its answers as generated tokens.", metavar="FILE")  # fmt: skip
     modules: str | None = options.modules()

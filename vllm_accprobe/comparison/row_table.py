@@ -283,9 +283,9 @@ def take_spreads(
     plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = (),
     *, requested: bool = False,
 ) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
-    """(spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``; how
-    many of such pairs have none, by reason). requested: the user chose these taps, so that outputs which pass and are
-    not identical have one, too."""
+    """(spreads of up to `MAX_SPREAD_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``;
+    how many of such pairs have none, by reason). requested: the user chose these taps, so that outputs which pass and
+    are not identical have one, too."""
     units = {u.key: u for u in plan.units}
     chosen, left_out = _pairs_to_spread(pairs, origins, requested)
     left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
@@ -306,7 +306,7 @@ def _pairs_to_spread(
     pairs: Sequence[Pair], origins: Collection[str], requested: bool
 ) -> tuple[list[int], Counter[str]]:
     """The failed pairs, the origins' before the others, then the origins' others, where ``requested``, all others;
-    the largest error over its limit first. And what is beyond `MAX_PAIRS`."""
+    the largest error over its limit first. And what is beyond `MAX_SPREAD_PAIRS`."""
 
     def place(i: int) -> tuple[bool, bool, float]:
         p = pairs[i]

@@ -230,7 +230,7 @@ def _exchange_text(pairs: list[tuple[Run, Run]], names: Names) -> tuple[str, dic
     return f"{both} are exchanged", {"exchanged": [[p[0].first, p[1].first, p[0].n] for p in pairs[:8]]}
 
 
-HALVES = "(halves, where neighbours are due)"
+HALVES = "(stored as two halves; adjacent rows are expected)"
 
 
 def _interleaved(bad: np.ndarray, at: np.ndarray, due: np.ndarray) -> tuple[str, dict[str, Any]] | None:

@@ -114,8 +114,8 @@ def _check_offline(model: str | None, command: ServeCommand) -> None:
     home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
     kept = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{str(model).replace('/', '--')}")
     if not Path(str(model)).exists() and not kept.is_dir():
-        raise NotServed(f"{model} is no folder here, {_OFFLINE}=1 forbids to download it, and {kept} does not exist: "
-                        "write the path of the model's folder as it is from here")  # fmt: skip
+        raise NotServed(f"{model} is not a folder on this machine, {_OFFLINE}=1 forbids downloading it, and "
+                        f"{kept} does not exist: give the path of the model's folder")  # fmt: skip
 
 
 def _knows(package: Path, command: ServeCommand) -> bool:

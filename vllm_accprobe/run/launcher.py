@@ -103,11 +103,11 @@ def run(
 
 class Guard:
     """Sends SIGTERM to what is watched if this process dies before it has dismissed the guard. In a session of its own:
-    what is sent to our group does not reach it. kill_after: seconds until SIGKILL follows; None: never."""
+    what is sent to our group does not reach it. kill_after: seconds until SIGKILL follows, at least 1; None: never."""
 
     def __init__(self, kill_after: int | None = None) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
-        script = _GUARD + (_THEN_KILL.format(kill_after) if kill_after is not None else "")
+        script = _GUARD + (_THEN_KILL.format(max(1, kill_after)) if kill_after is not None else "")
         with contextlib.suppress(OSError):  # without a shell nobody watches
             self._shell = subprocess.Popen(
                 ["/bin/sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
