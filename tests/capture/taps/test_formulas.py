@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +151,27 @@ class Wrong(Block):
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> None:
     assert formulas(block) == wanted
+
+
+@pytest.mark.parametrize("statement", ["y = y + y", "t = t + t", "y = y + 1 if residual is None else y + 2"])
+def test_what_each_statement_doubles_needs_no_memory(statement: str, tmp_path: Path) -> None:
+    """Eighteen times, which made megabytes; the other output has its formula."""
+    lines = ["from torch import nn", "class Doubled(nn.Module):", "    def forward(self, x, residual=None):",
+             "        y, t = self.mlp(x), (x, x)", *[f"        {statement}"] * 18,
+             "        return y + t[0].sum(), self.norm(x)"]  # fmt: skip
+    (tmp_path / "doubled.py").write_text("\n".join(lines))
+    spec = importlib.util.spec_from_file_location("doubled", tmp_path / "doubled.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    block = module.Doubled()
+    block.norm, block.mlp = nn.Identity(), nn.Identity()
+    formulas(block)  # what is imported meanwhile
+    tracemalloc.start()
+    try:
+        assert formulas(block) == {"output.1": "norm[0]"}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_forward_in_place_of_its_class() -> None:

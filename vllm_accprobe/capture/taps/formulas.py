@@ -27,6 +27,7 @@ import torch
 _MOST_PATHS = 32
 """Chosen: paths through one forward; the most of vLLM 0.32's decoder layers has 8."""
 _MOST_LETTERS = 2000
+"""Of a formula, and of all that it is made from: each statement may double its variables."""
 _BINARY: dict[type, tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul),
     ast.Div: ("/", operator.truediv),
@@ -381,7 +382,8 @@ class _Follower:
 
     def _arithmetic(self, op: ast.operator, a: Any, b: Any) -> Any:
         if isinstance(a, tuple) and isinstance(op, ast.Add):
-            return a + b if isinstance(b, tuple) else a  # the first outputs, whatever comes behind them
+            more = b if isinstance(b, tuple) else ()  # else the first outputs, whatever comes behind them
+            return a + more if len(a) + len(more) < _MOST_LETTERS else _Cell(None)
         sign, compute = _BINARY.get(type(op), ("", None))
         values: list[Any] = [_part(v, 0) if isinstance(v, _Child) else v for v in (a, b)]
         numbers = [v.value for v in values if _is_number(v)]
@@ -391,7 +393,7 @@ class _Follower:
             return _Known(compute(*numbers))
         texts = [v.text if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
         whole = all(t is not None for t in texts) and any(isinstance(v, _Cell) for v in values)
-        return _Cell(f"({texts[0]} {sign} {texts[1]})" if whole else None)
+        return _bounded(f"({texts[0]} {sign} {texts[1]})" if whole else None)
 
 
 def _is_number(value: Any) -> bool:
@@ -412,6 +414,10 @@ def _text(value: Any) -> str | None:
     if isinstance(value, _Child):
         value = _part(value, 0)
     return value.text if isinstance(value, _Cell) else None
+
+
+def _bounded(text: str | None) -> _Cell:
+    return _Cell(text if text is not None and len(text) < _MOST_LETTERS else None)
 
 
 def _part(child: _Child, k: int) -> _Cell:
@@ -471,4 +477,4 @@ def _either(there: str | None, a: Any, b: Any) -> Any:
     one, other = _text(a), _text(b)
     if one == other:
         return _Cell(one)
-    return _Cell(f"({one} if {there} else {other})" if None not in (there, one, other) else None)
+    return _bounded(f"({one} if {there} else {other})" if None not in (there, one, other) else None)
