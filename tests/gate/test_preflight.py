@@ -91,7 +91,8 @@ FAULTS = {
     # what is typed -> what is said
     (*GATE, "vllm serve ./m --port={taken}", "--out", "o"): "mine: something listens on port",
     (*GATE, "vllm serve ./none", "--out", "o"): "mine: ./none does not exist: write the path",
-    (*GATE, "HF_HUB_OFFLINE=1 vllm serve org/none", "--out", "o"): "mine: org/none is not a folder on this machine, HF_HUB_OFFLINE=1",
+    (*GATE, "HF_HUB_OFFLINE=1 vllm serve org/none", "--out", "o"):
+        "mine: org/none is not a folder on this machine, HF_HUB_OFFLINE=1",
     (*GATE, "vllm serve ./empty", "--out", "o"): "mine: ./empty has no config.json",
     (*GATE, "vllm serve ./other", "--out", "o"): "are two models (hidden_size 64 and 128)",
     (*GATE, "vllm serve ./m --no-such=1", "--out", "o"): "error: unrecognized arguments: --no-such=1; this release",

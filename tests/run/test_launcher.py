@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.run.launcher import LaunchError, command_line, run
+from vllm_accprobe.run.launcher import Guard, LaunchError, command_line, run
 
 CHILD = """
 import os, signal, sys, time
@@ -123,6 +123,17 @@ def test_a_server_that_does_not_end_is_killed_where_its_command_was(tmp_path: Pa
             return  # killed, and init has not waited for it yet
         time.sleep(0.1)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_is_to_be_killed_at_once_has_a_second(tmp_path: Path) -> None:
+    script = "trap 'sleep 0.2; exit 7' TERM; : > \"$0\"; while :; do sleep 0.1; done"
+    guard = Guard(kill_after=0)
+    with subprocess.Popen(["/bin/sh", "-c", script, str(tmp_path / "ready")], start_new_session=True) as process:
+        guard.watch(-process.pid)
+        wait_for(tmp_path / "ready")
+        assert guard._shell is not None
+        guard._shell.communicate()  # as when this process dies
+        assert process.wait(10) == 7
 
 
 def on_terminal(*words: str) -> tuple[int, int]:
