@@ -284,8 +284,8 @@ def take_spreads(
     *, requested: bool = False,
 ) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
     """(spreads of up to `MAX_SPREAD_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of
-    ``pairs``; how many of such pairs have none, by reason). requested: the user chose these taps, so that outputs which pass and
-    are not identical have one, too."""
+    ``pairs``; how many of such pairs have none, by reason). requested: the user chose these taps, so that outputs
+    which pass and are not identical have one, too."""
     units = {u.key: u for u in plan.units}
     chosen, left_out = _pairs_to_spread(pairs, origins, requested)
     left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
