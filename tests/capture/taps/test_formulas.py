@@ -153,12 +153,14 @@ def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> Non
     assert formulas(block) == wanted
 
 
-@pytest.mark.parametrize("statement", ["y = y + y", "t = t + t", "y = y + 1 if residual is None else y + 2"])
+@pytest.mark.parametrize("statement", [
+    "y = y + y", "t = t + t", "n = n * n", "y = y + 1 if residual is None else y + 2"
+])  # fmt: skip
 def test_what_each_statement_doubles_needs_no_memory(statement: str, tmp_path: Path) -> None:
-    """Eighteen times, which made megabytes; the other output has its formula."""
+    """Twenty-two times, which made megabytes; the other output has its formula."""
     lines = ["from torch import nn", "class Doubled(nn.Module):", "    def forward(self, x, residual=None):",
-             "        y, t = self.mlp(x), (x, x)", *[f"        {statement}"] * 18,
-             "        return y + t[0].sum(), self.norm(x)"]  # fmt: skip
+             "        y, t, n = self.mlp(x), (x, x), 7", *[f"        {statement}"] * 22,
+             "        return y * n + t[0].sum(), self.norm(x)"]  # fmt: skip
     (tmp_path / "doubled.py").write_text("\n".join(lines))
     spec = importlib.util.spec_from_file_location("doubled", tmp_path / "doubled.py")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

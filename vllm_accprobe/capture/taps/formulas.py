@@ -390,7 +390,8 @@ class _Follower:
         if compute is None:
             return _Cell(None)
         if len(numbers) == 2:
-            return _Known(compute(*numbers))
+            ints = [n for n in numbers if isinstance(n, int)]
+            return _Known(compute(*numbers)) if all(n.bit_length() < _MOST_LETTERS for n in ints) else _OTHER
         texts = [v.text if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
         whole = all(t is not None for t in texts) and any(isinstance(v, _Cell) for v in values)
         return _bounded(f"({texts[0]} {sign} {texts[1]})" if whole else None)
