@@ -113,6 +113,16 @@ class PackedSketches:
         at = slice(place.first, place.first + n)
         return self.rows[first : first + n], Sketch.unpacked(self._norm[at], self._numbers[at])
 
+    @property
+    def count(self) -> int:
+        """Rows of which some tensor has a sketch."""
+        return len(np.unique(self.rows, axis=0))
+
+    @property
+    def places_rows(self) -> int:
+        """Rows of all tensors, each tensor's counted apart."""
+        return sum(self._lists[place.rows][1] for place in self.places.values())
+
     def signs(self, place: SketchPlace) -> np.ndarray:
         """By which another side's rows are sketched, too."""
         return signs_of(self._pack.seed, place.name, place.width)
