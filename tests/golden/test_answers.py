@@ -94,7 +94,7 @@ def chat(part: Any) -> dict[str, Any]:
     ([HEAD, messages({"role": "user", "content": {"type": "image_url"}})], "neither a text nor a list"),
     ([HEAD, messages({"role": "user", "content": "x", "url": "http://x"})], "other fields than role and content"),
     ([HEAD, messages("x")], "other fields than role and content"),
-    ([HEAD | {"arrive": []}, LINE | {"passes": []}], "a prompt has 0 passes"),
+    ([HEAD | {"arrive": []}, LINE | {"passes": []}], "it has no pass"),
     ([HEAD, LINE | {"passes": [REPLY | {"prompt_token_ids": [1 << 31]}]}], "a token id is too large"),
     ([HEAD, LINE | {"passes": [REPLY | {"logprobs": [-1e300]}]}], "beyond float32"),
     ([HEAD, LINE | {"passes": [REPLY | {"top": [[[2], [-1e39]]]}]}], "beyond float32"),

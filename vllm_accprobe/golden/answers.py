@@ -112,6 +112,8 @@ def unpacked(path: Path, into: Path) -> tuple[Sent, AnswersHeader]:
     try:
         with path.open(encoding="utf-8") as file:
             head = parse(AnswersHeader, file.readline(_MOST_LINE), _MOST_LINE, {"kind": KIND, "schema": replies.SCHEMA})
+            if not head.arrive:
+                raise DecodeError("it has no pass")
             found = [_checked(parse(_PackedPrompt, line, _MOST_LINE), len(head.arrive)) for line in file]
     except FileNotFoundError:
         raise DumpError("the pack has no prompts and answers: `accprobe golden make` writes them") from None
@@ -146,7 +148,7 @@ def unpacked(path: Path, into: Path) -> tuple[Sent, AnswersHeader]:
 def _checked(one: _PackedPrompt, passes: int) -> _PackedPrompt:
     """Raises DecodeError for other numbers of things than there must be, and for a prompt that names a file or an
     address."""
-    if not passes or len(one.passes) != passes or one.passes[0] is None:
+    if len(one.passes) != passes or one.passes[0] is None:
         raise DecodeError(f"a prompt has {len(one.passes)} passes, not {passes}")
     for r in one.passes:
         if r is not None and (len(r.logprobs) != len(r.token_ids) or len(r.top) not in (0, len(r.token_ids))):
