@@ -187,8 +187,8 @@ def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
         for text in servers.rendered_lines(done.answers.rendering) if done.answers and done.answers.rendering else ():
             typer.echo(text)
         code, found = _compared(what.pack, done.dump, work / REPORT)
-        if how.keep is None and code == 1:
-            say_notes(["the dump is not kept; with --keep DIR it can be examined further"])
+        if how.keep is None:
+            say_notes(["the dump and the report are removed now; with --keep DIR they stay"])
         if how.keep is not None:
             say_written(work, about="the dump, the answers, the report")
     rendered = done.answers is not None and done.answers.verdict == "fail"

@@ -12,10 +12,12 @@ Elsewhere: the pack's file (pack.py), the same prompts to another server (check.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ from vllm_accprobe.gate.sides import SendSettings
 from vllm_accprobe.golden import prompts
 from vllm_accprobe.golden.answers import to_text
 from vllm_accprobe.golden.pack import PackSummary, RequestShape, pack, rows_wanted
+from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_private
 
@@ -267,10 +270,9 @@ def _distance(dump: Dump, a: Record, b: Record) -> float:
 
 
 def _differing(one: Reply, two: Reply | None) -> int:
-    """Tokens of the answer whose log-probability is not the same."""
-    if two is None or one.logprobs is None or two.logprobs is None:
-        return 0
-    return sum(a != b for a, b in zip(one.logprobs, two.logprobs, strict=False))
+    """Tokens of the answer whose log-probability is not the same, or is in one of the two only."""
+    pairs = zip_longest(one.logprobs or (), (two.logprobs if two is not None else None) or ())
+    return sum(a != b for a, b in pairs)
 
 
 # --- all of it ---
@@ -331,8 +333,10 @@ def pack_streamed(
     """Writes the pack ``out`` of the checkpoint at ``model``, computed in float32 on this CPU (stream.py), for prompts
     of ``ids``, whose last tokens count as generated. Raises CommandError, DumpError, OSError."""
     from vllm_accprobe.golden.stream import ANSWERS as SCORED
-    from vllm_accprobe.golden.stream import streamed
+    from vllm_accprobe.golden.stream import finished, streamed
 
+    if short := next((name for name, prompt in zip(names, ids, strict=True) if len(prompt) < 2), None):
+        raise CommandError(f"--prompts: {short} has one token: a pack needs two or more")
     lengths = [max(len(prompt) - prompts.MAX_TOKENS, 1) for prompt in ids]
     shapes = [RequestShape(n, len(prompt) - n, prompt=hash_tokens(prompt[:n]))
               for prompt, n in zip(ids, lengths, strict=True)]  # fmt: skip
@@ -347,7 +351,9 @@ def pack_streamed(
 
 
 def _cut_answers(scored: Sent, lengths: Sequence[int], out: Path) -> Sent:
-    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths``."""
+    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths``. What an
+    earlier run left in ``out`` is removed."""
+    shutil.rmtree(out, ignore_errors=True)
     found = [reply for reply in scored.passes[0].values() if reply.logprobs]
     cut = []
     for reply, n in zip(found, lengths, strict=True):

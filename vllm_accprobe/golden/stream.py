@@ -239,16 +239,19 @@ class _StreamRun:
         Raises CommandError."""
         self._out, self._folder_of_state = out, out.with_name(out.name + ".stream")
         begun = self._read_state()
+        if begun is None and resume and self._folder_of_state.is_dir():  # killed before anything was saved
+            shutil.rmtree(out, ignore_errors=True)
         self._larger = begun[0]["larger"] if begun is not None else self._larger
         self._blocks.stream_experts(self._larger)
         if self._blocks.streamed:
             self._model.set_experts_implementation("eager")  # takes them by their number
-        self._check_memory(progress)
+        self._check_memory(progress, 0 if begun is None else begun[0]["files"]["payload"])
         if begun is None and (out / RUN_JSON).exists():
             raise CommandError(f"{out} already holds a dump: name another directory, or remove it")
         if begun is not None and not resume:
             raise CommandError(f"{out} is not finished: resume it, or remove it and {self._folder_of_state}")
         saved, tensors = begun if begun is not None else ({}, {})
+        self._folder_of_state.mkdir(mode=0o700, parents=True, exist_ok=True)
         modules = dict(self._model.named_modules(remove_duplicate=False))
         self._recording = Recording(
             self._config, out, self._facts(), Layouts(modules, 0, 1), self._space, rank=0, parallel=unsplit(1),
@@ -281,7 +284,8 @@ class _StreamRun:
         else:
             self._restore(saved, tensors)
 
-    def _check_memory(self, progress: Callable[[str], None]) -> None:
+    def _check_memory(self, progress: Callable[[str], None], written: int) -> None:
+        """written: bytes of the dump's payload that are there."""
         lengths = [len(prompt) for prompt in self._ids]
         scored = max(n - first + 1 for n, first in zip(lengths, self._lengths, strict=True))
         rows = max(scored, min(_CHUNK, max(lengths)))
@@ -291,6 +295,7 @@ class _StreamRun:
         disk = 2 * sum(lengths) * self._width * self._dtype.itemsize
         if not self._config.modules and "output" in self._config.parts:
             disk += 2 * stored * self._blocks.linear_bytes()
+        disk = max(disk - written, 0)
         progress(
             f"{len(self._blocks.modules)} blocks, {_gb(total)} to read, {sum(lengths):,} tokens in {len(lengths)} "
             f"prompts; memory about {_gb(need)} of {_gb(have)}, disk about {_gb(disk)}"
@@ -574,7 +579,7 @@ class _StreamRun:
         session = getattr(self, "_session", None)
         reason = self._stop_reason or (session.dead if session is not None else None)
         if reason:
-            raise CommandError(f"{self._out}: {reason}; the same command continues behind block {len(self._order)}")
+            raise CommandError(f"{self._out}: {reason}; the same command continues after block {len(self._order)}")
 
     def _identity(self) -> dict[str, str]:
         import transformers
@@ -612,7 +617,6 @@ class _StreamRun:
             "order": self._order, "complete": self._complete, "prompts": prompts, "fired": sorted(self._session.fired),
             "tensors": sink.tensors, "steps": sink.steps, "skipped": [[*key, n] for key, n in sink.skipped.items()],
         }  # fmt: skip
-        self._folder_of_state.mkdir(mode=0o700, exist_ok=True)
         with whole(self._folder_of_state / _STATE) as part:
             save_file(tensors, part, {"accprobe": json.dumps(saved)})
             part.chmod(0o600)
