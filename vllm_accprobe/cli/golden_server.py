@@ -141,6 +141,11 @@ def _make_streamed(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOpti
 
     if len(what.model_and_options) != 1:
         raise CommandError("--float32 --stream takes a model's folder alone: no server is started, and has no options")
+    usual = GoldenWorkOptions()
+    for name, flag in (("max_gb", "--max-gb"), ("model", "--model"), ("timeout", "--timeout"),
+                       ("ready", "--ready-timeout")):  # fmt: skip
+        if getattr(how, name) != getattr(usual, name):
+            raise CommandError(f"{flag} is of a server, and --float32 --stream starts none: leave it out")
     file.check()
     with how.work() as work:
         make_streamed(Path(what.model_and_options[0]), what.prompts, file.out, work, max_bytes=file.max_bytes,

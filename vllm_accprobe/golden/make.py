@@ -130,7 +130,7 @@ def golden_server(
     environ = environment(environ, work / DUMP, gigabytes)
     with served(name, command, environ, work, how.ready_s, how.say) as run:
         sender = Sender(run.command.url, run.command.key, how.timeout, how.top, how.max_tokens, how.model)
-        with waiting(lambda: f"{name}: asking what the server can", how.say):
+        with waiting(lambda: f"{name}: asking the server what it supports", how.say):
             sender, about = sender.introduced()
         yield GoldenServer(sender, about, work, how)
 
@@ -333,7 +333,7 @@ def pack_streamed(
     """Writes the pack ``out`` of the checkpoint at ``model``, computed in float32 on this CPU (stream.py), for prompts
     of ``ids``, whose last tokens count as generated. Raises CommandError, DumpError, OSError."""
     from vllm_accprobe.golden.stream import ANSWERS as SCORED
-    from vllm_accprobe.golden.stream import finished, streamed
+    from vllm_accprobe.golden.stream import streamed
 
     if short := next((name for name, prompt in zip(names, ids, strict=True) if len(prompt) < 2), None):
         raise CommandError(f"--prompts: {short} has one token: a pack needs two or more")

@@ -41,6 +41,8 @@ from vllm_accprobe.capture.padded_batch import Rectangle, language_path
 from vllm_accprobe.capture.taps.hooks import Tap, Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS, RUN_JSON, Segment, Step, hash_tokens
 from vllm_accprobe.dump.writer import DumpCheckpoint
 from vllm_accprobe.golden.checkpoint import CheckpointTensors, StreamedExperts, assign, identity, shards_of
@@ -127,6 +129,15 @@ def streamed(
         stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
         run.open(out.absolute(), resume, progress, stack)
         return run.through(progress)
+
+
+def finished(out: Path) -> bool:
+    """Whether the dump ``out`` is there and whole."""
+    try:
+        ends = open_dump(out).ends
+    except (DumpError, OSError):
+        return False
+    return bool(ends) and all(end.reason == "closed" for end in ends.values())
 
 
 class PromptRows(Rectangle):
@@ -239,7 +250,8 @@ class _StreamRun:
         Raises CommandError."""
         self._out, self._folder_of_state = out, out.with_name(out.name + ".stream")
         begun = self._read_state()
-        if begun is None and resume and self._folder_of_state.is_dir():  # killed before anything was saved
+        unsaved = begun is None and resume and self._folder_of_state.is_dir() and (out / RUN_JSON).exists()
+        if unsaved and not finished(out):  # killed before anything was saved
             shutil.rmtree(out, ignore_errors=True)
         self._larger = begun[0]["larger"] if begun is not None else self._larger
         self._blocks.stream_experts(self._larger)
@@ -474,7 +486,7 @@ class _StreamRun:
         began, resumed, total = time.monotonic(), len(self._order), len(self._blocks.modules)
         layer_seconds, layer_bytes, sink = [0.0], 0, self._session.sink
         if resumed:
-            progress(f"continues behind block {resumed} of {total}, {self._order[-1]}")
+            progress(f"continues after block {resumed} of {total}, {self._order[-1]}")
         while not self._complete:
             start, read, written = time.monotonic(), self._files.read_bytes, self._payload
             replies = []
