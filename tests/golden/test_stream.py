@@ -161,6 +161,37 @@ class Killed(BaseException):
     """Ends a run as a signal does."""
 
 
+@pytest.mark.parametrize("keep", [[], ["--keep", "kept"]])
+@pytest.mark.parametrize("where", ["vllm_accprobe.golden.stream._StreamRun._answer", "vllm_accprobe.golden.make.pack",
+                                   "vllm_accprobe.golden.make.to_text"])  # fmt: skip
+def test_a_pack_whose_making_was_killed_is_continued(
+    qwen2: Path, tmp_path: Path, keep: list[str], where: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def die(*args: Any, **how: Any) -> None:
+        raise Killed
+
+    monkeypatch.chdir(tmp_path)
+    for name, ids in (("one", PROMPTS[1]), ("two", PROMPTS[2][:30])):
+        Path(name).write_text(json.dumps({"id": "p", "token_ids": ids}) + "\n")
+    made = ["golden", "make", "--float32", "--stream", str(qwen2), "--out", "x.golden", *keep, "--prompts"]
+    with monkeypatch.context() as patched:
+        patched.setattr(where, die)
+        with pytest.raises(Killed):
+            main([*made, "one"])
+    assert main([*made, "two"]) == 2
+    assert "was begun with" in capsys.readouterr().err
+    assert main([*made, "one"]) == 0
+    assert "block 1 of" not in capsys.readouterr().err
+    assert Path("x.golden").is_file()
+    assert Path(keep[1] if keep else "x.golden.work").exists() is bool(keep)
+    if not keep:
+        Path("x.golden.work").mkdir()
+        Path("x.golden.work/mine").write_text("mine")
+        assert main([*made, "one"]) == 2
+        assert "is not of such a run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("block", [0, 1, 3, 6])
 def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before block ``block`` is done, after some of its tensors were written; then, what is torn is cut off."""
@@ -386,6 +417,7 @@ def test_a_pack_of_a_streamed_model_has_answers_that_a_server_can_be_sent_along(
     file.write_text('{"id": "short", "token_ids": [5]}\n')
     assert main(made) == 2
     assert "short has one token: a pack needs two or more" in capsys.readouterr().err
+    assert not pack.with_name("x.golden.work").exists()
     opened = open_pack(pack, tmp_path / "opened")
     sent, _ = unpacked(opened.home / pack_file.PROMPTS, tmp_path / "answers")
     alone = streamed(qwen2, ids, tmp_path / "alone", progress=lambda line: None)

@@ -104,14 +104,14 @@ def history(what: GoldenHistoryOptions) -> None:
     Exit code 0: none differs beyond the limits, 1: one does, 2: there is no pack, or one cannot be read.
     """
     from vllm_accprobe.golden.history import DIFFERS, UNREADABLE, history
-    from vllm_accprobe.report.text import num
+    from vllm_accprobe.report.text import num, safe
     from vllm_accprobe.waiting import waiting
 
     now = [""]
     with waiting(lambda: f"comparing {now[0]}"):
         lines = history(what.folder, lambda text: now.__setitem__(0, text))
     columns = ("pack", "model", "vLLM", "device", "date", "against the one before", "where", "error", "limit")
-    rows = [[line.pack, line.model, line.vllm, line.device, line.date, line.found, line.where,
+    rows = [[safe(line.pack), line.model, line.vllm, line.device, line.date, line.found, safe(line.where, 400),
              "" if line.error is None else num(line.error), "" if line.limit is None else num(line.limit)]
             for line in lines]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]

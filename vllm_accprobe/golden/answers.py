@@ -12,7 +12,7 @@ Elsewhere: the folder (gate/sending/replies.py), the zip (pack.py, opened.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -151,7 +151,9 @@ def _checked(one: _PackedPrompt, passes: int) -> _PackedPrompt:
     if len(one.passes) != passes or one.passes[0] is None:
         raise DecodeError(f"a prompt has {len(one.passes)} passes, not {passes}")
     for r in one.passes:
-        if r is not None and (len(r.logprobs) != len(r.token_ids) or len(r.top) not in (0, len(r.token_ids))):
+        if r is None:
+            continue
+        if len(r.logprobs) != len(r.token_ids) or len(r.top) not in (0, len(r.token_ids)):
             raise DecodeError("a reply has other numbers of tokens and log-probabilities")
         _check_numbers(r)
     if wrong := next((key for key in _NOT_HERE if key in one.prompt), ""):
@@ -171,10 +173,10 @@ def _checked(one: _PackedPrompt, passes: int) -> _PackedPrompt:
 
 def _check_numbers(reply: _PackedReply) -> None:
     """Raises DecodeError for ids beyond int32 and for log-probabilities beyond float32."""
-    ids = (reply.prompt_token_ids, reply.token_ids, *(ids for ids, _ in reply.top))
+    ids = [reply.prompt_token_ids, reply.token_ids, *(ids for ids, _ in reply.top)]
     if any(i >= 1 << 31 for some in ids for i in some):
         raise DecodeError("a token id is too large")
-    values = (reply.logprobs, *(values for _, values in reply.top))
+    values: list[Sequence[float | None]] = [reply.logprobs, *(values for _, values in reply.top)]
     if any(v is not None and abs(v) > _LARGEST for some in values for v in some):
         raise DecodeError("a log-probability is beyond float32")
 

@@ -22,7 +22,6 @@ from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io.pack_file import is_pack, verify
 from vllm_accprobe.golden.estimated import ESTIMATED, OTHER_MATRIX, compared_sides
-from vllm_accprobe.report.text import safe
 
 ENDING = ".golden"
 FIRST, EQUAL, WITHIN, DIFFERS, UNREADABLE = "first", "equal", "within limits", "differs", "cannot be compared"
@@ -62,7 +61,7 @@ def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -
         try:
             manifest, _ = verify(path)
         except DumpError as e:
-            lines.append(HistoryLine(safe(str(path.relative_to(folder))), "", "", "", "", UNREADABLE, safe(str(e))))
+            lines.append(HistoryLine(str(path.relative_to(folder)), "", "", "", "", UNREADABLE, str(e)))
             continue
         models[_model(manifest)].append((_order(manifest, path), path, manifest))
     for of in _joined(models):
@@ -126,14 +125,14 @@ def _line(folder: Path, before: Path | None, path: Path, manifest: Mapping[str, 
     of = ("versions", "vllm"), ("device", "name"), ("start_time",)
     vllm, device, date = (manifest_text(manifest, *keys) for keys in of)
     model = Path(manifest_text(manifest, "model", "path")).name
-    about = safe(str(path.relative_to(folder))), model, vllm, device, date[:10]
+    about = str(path.relative_to(folder)), model, vllm, device, date[:10]
     if before is None:
         return HistoryLine(*about, FIRST)
     try:
         with compared_sides(before, path) as sides:
             result = sides.judged(compare(sides.golden, sides.mine))
     except (CompareError, DumpError) as e:
-        return HistoryLine(*about, UNREADABLE, safe(str(e)))
+        return HistoryLine(*about, UNREADABLE, str(e))
     return HistoryLine(*about, *_found(result))
 
 

@@ -11,6 +11,7 @@ Elsewhere: the pack's file (pack.py), the same prompts to another server (check.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -326,14 +327,24 @@ _SMALL = 2e9
 one those that a pack stores in full."""
 
 
+_BEGUN = "begun"
+
+
+def is_begun(work: Path) -> bool:
+    """Whether `pack_streamed` has begun in this folder."""
+    return (work / _BEGUN).is_file()
+
+
 def pack_streamed(
     model: Path, names: Sequence[str], ids: Sequence[Sequence[int]], out: Path, work: Path,
     say: Callable[[str], None], *, max_bytes: int | None, seed: int,
-) -> tuple[StreamSummary, PackSummary]:  # fmt: skip
+) -> tuple[StreamSummary | None, PackSummary]:  # fmt: skip
     """Writes the pack ``out`` of the checkpoint at ``model``, computed in float32 on this CPU (stream.py), for prompts
-    of ``ids``, whose last tokens count as generated. Raises CommandError, DumpError, OSError."""
+    of ``ids``, whose last tokens count as generated. work: may hold what a killed run has begun; None where its dump is
+    whole. Raises CommandError, DumpError, OSError."""
+    from vllm_accprobe.golden.checkpoint import identity, shards_of
     from vllm_accprobe.golden.stream import ANSWERS as SCORED
-    from vllm_accprobe.golden.stream import streamed
+    from vllm_accprobe.golden.stream import finished, streamed
 
     if short := next((name for name, prompt in zip(names, ids, strict=True) if len(prompt) < 2), None):
         raise CommandError(f"--prompts: {short} has one token: a pack needs two or more")
@@ -343,8 +354,17 @@ def pack_streamed(
     choice = rows_wanted(shapes, seed)
     small = sum(f.stat().st_size for f in model.glob("*.safetensors")) <= _SMALL
     rows = None if small else [choice.of(i) for i in range(len(ids))]
-    dump = work / DUMP
-    done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
+    dump, begun = work / DUMP, work / _BEGUN
+    about = {"checkpoint": identity(model, shards_of(model)), "prompts": [list(map(int, prompt)) for prompt in ids],
+             "names": [*names], "rows": rows}  # fmt: skip
+    text_of_run = hashlib.sha256(json.dumps(about).encode()).hexdigest() + "\n"
+    if dump.exists() and is_begun(work) and begun.read_text() != text_of_run:
+        raise CommandError(f"{work} was begun with another checkpoint, other prompts or another seed: remove it, or "
+                           "name another folder with --keep")  # fmt: skip
+    write_private(begun, text_of_run)
+    done = None  # of an earlier process, which was killed while it packed
+    if not finished(dump):
+        done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
     text = work / TEXT
     write_private(text, to_text(_cut_answers(replies.read(dump / SCORED), lengths, work / ANSWERS), 0.0, 0.0, {}))
     return done, pack(dump, out, max_bytes=max_bytes, seed=seed, prompts=text)

@@ -576,7 +576,8 @@ class _Packing:
         return new
 
 
-_PATH = re.compile(r"(?<![\w:/\\.])(?:file:/{0,2}|~\w*|\.{1,2}|[A-Za-z]:)?(?:[/\\][^\s/\\'\",;()]+)*[/\\]([^\s/\\'\",;()]+)")
+_PART = r"[/\\][^\s/\\'\",;()]+"
+_PATH = re.compile(rf"(?<![\w:/\\.])(?:file:/{{0,2}}|~\w*|\.{{1,2}}|[A-Za-z]:)?(?:{_PART})*({_PART})")
 _BEGINS = re.compile(r"(?:~\w*|\.{1,2}|[A-Za-z]:)?[/\\]")
 
 
@@ -593,7 +594,7 @@ def public(value: Any) -> Any:
         return value
     if _BEGINS.match(value):  # folders may have spaces
         return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
-    return _PATH.sub(r"\1", value)
+    return _PATH.sub(lambda found: found[1][1:], value)
 
 
 def _roles(kept: _KeptCall) -> set[str]:

@@ -68,7 +68,9 @@ def noise(n: int) -> bytes:
     return np.random.default_rng(0).bytes(n)
 
 
-def sketched(members: Members, name: str, *, shape: list[int] | None = None, columns: int = 1, sign: int = 1) -> Members:
+def sketched(
+    members: Members, name: str, *, shape: list[int] | None = None, columns: int = 1, sign: int = 1
+) -> Members:
     """With the sketches' tensor ``name`` in another form."""
     tensors = load(dict(members)[SKETCHES])
     found = tensors[name] * np.array(sign, tensors[name].dtype)
