@@ -10,7 +10,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.formats.io.pack_file import MOST, PROMPTS
 from vllm_accprobe.golden.opened import opened
-from vllm_accprobe.golden.pack import BUDGET, RequestShape, default_bytes, is_outer, pack, public, rows_wanted
+from vllm_accprobe.golden.pack import BUDGET, CANNOT, RequestShape, default_bytes, is_outer, pack, public, rows_wanted
 
 MB = 1_000_000
 
@@ -123,6 +123,11 @@ def test_a_pack_says_nothing_of_the_machine(golden: Path, tmp_path: Path) -> Non
     for kept in (b'"path":"model"', b'"scale":null', b'"an adapter"', b"adapter b was not read"):
         assert kept in text
     assert b'"task":"tensor"' in text
+
+
+def test_the_page_and_the_manifest_have_one_number_for_sketches() -> None:
+    page = (Path(__file__).parents[2] / "docs/golden.md").read_text().lower()
+    assert next(line for line in CANNOT if "sketched row" in line) in page
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ from vllm_accprobe.dump.schema import (
     segment_name,
 )
 from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, MOST, PROMPTS, SKETCHES, VERSION
-from vllm_accprobe.golden.sketch import BYTES, NUMBERS, STEP, Sketch, signs_of
+from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, STEP, Sketch, signs_of
 from vllm_accprobe.whole_file import whole
 
 MB = 1_000_000
@@ -84,7 +84,7 @@ BUDGET, NARROW, NO_ROWS, OPERATORS, IMAGES, WEIGHT_ROWS, PARAMETERS, UNREADABLE 
 SKETCH_BUDGET = "sketches beyond the budget"
 CANNOT = (
     "rows that are in no full row and no sketch",
-    "in a sketched row: which elements differ, and errors below 1.3e-4 of its norm",
+    f"in a sketched row: which elements differ, and errors below {ROUNDING * 1e4:.1f}e-4 of its norm",
     "whether golden computed a row rightly whose inputs it does not hold: such a row is never acquitted",
     "which rows of a weight differ",
 )
