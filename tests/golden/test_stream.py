@@ -362,8 +362,9 @@ def test_a_run_of_other_things_does_not_continue(
     if changes is not None:
         model = tmp_path / "model"
         shutil.copytree(qwen2, model)
-        edit(**changes)(model)
-        if not changes:
+        if changes:
+            edit(**changes)(model)
+        else:
             tensors(lambda found: found.update({k: v * 1.5 for k, v in found.items()}))(model)
             assert [(model / f).stat().st_size == (qwen2 / f).stat().st_size for f in WEIGHTS] == [True]
     with pytest.raises(CommandError, match=message):
