@@ -46,6 +46,13 @@ def test_a_wide_umask_and_a_planted_part(tmp_path: Path) -> None:
     assert not path.is_symlink()
 
 
+@pytest.mark.parametrize(("text", "rows"), [
+    ("0-4,2-7", ((0, 7),)), ("3,3", ((3, 3),)), ("0-9,2-3,11", ((0, 9), (11, 11))), ("0-1,2", ((0, 1), (2, 2))),
+])  # fmt: skip
+def test_each_row_once(text: str, rows: Any) -> None:
+    assert arm_file.parse_selection({"rows": {"p0": text}}).rows == {"p0": rows}
+
+
 @pytest.mark.parametrize(("value", "says"), [
     ([], "no object"),
     ({"request": "a"}, "'request' is none of on, requests, tokens, modules, steps, rows; did you mean requests?"),
@@ -62,6 +69,7 @@ def test_a_wide_umask_and_a_planted_part(tmp_path: Path) -> None:
     ({"rows": "0-3"}, "rows is an object"),
     ({"rows": {"p0": [1]}}, "rows is an object"),
     ({"rows": {"p0": "4-1"}}, "ends before it begins"),
+    ({"rows": {"p0": ""}}, "rows: a request has no positions"),
 ])  # fmt: skip
 def test_what_it_may_not_say(value: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ArmFileError) as error:

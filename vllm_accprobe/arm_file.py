@@ -27,8 +27,21 @@ MAX_BYTES = 1 << 16
 
 def _read_rows(value: object) -> dict[str, Ranges]:
     assert isinstance(value, Mapping)
-    found = {str(name): parse_ranges(positions) for name, positions in value.items()}
+    found = {str(name): _merged(parse_ranges(positions)) for name, positions in value.items()}
+    if not all(found.values()):
+        raise ValueError("rows: a request has no positions")
     return {name: positions for name, positions in found.items() if positions}
+
+
+def _merged(ranges: Ranges | None) -> Ranges | None:
+    """Without positions that two ranges have: each row is captured once."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges or ()):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found) or None
 
 
 _READERS: dict[str, Callable[[object], Any]] = {

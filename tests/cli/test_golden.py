@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = bytearray((home / "x.golden").read_bytes())
     data[len(data) // 2] ^= 1
     (home / "altered.golden").write_bytes(data)
+    (home / "history").mkdir()
+    for name in ("x.golden", "altered.golden", "packs/y.golden"):
+        shutil.copy(home / name, home / "history")
+    shutil.copy(home / "x.golden", home / "history" / "a\nforged.golden")
     return home
 
 
@@ -33,6 +38,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("golden verify x.golden --sha256 01", 2, "16 digits or more"),
         ("golden verify notes.txt", 2, "notes.txt"),
         ("golden verify absent.golden", 2, "absent.golden"),
+        ("golden verify notes.txt altered.golden x.golden", 2, "PASS: x.golden"),
+        ("golden verify altered.golden notes.txt", 2, "FAIL: notes.txt"),
+        ("golden history history", 1, "cannot be compared"),
+        ("golden history history", 1, "a\\nforged.golden"),
         ("golden history packs", 0, "first"),
         ("golden history golden", 2, "has no pack"),
         ("golden pack golden --out notes.txt", 2, "is not of this command"),
@@ -54,7 +63,7 @@ def test_commands(
     assert main(words.split()) == code
     out, err = capsys.readouterr()
     assert said in out + err
-    assert code != 2 or (err.count("\n") == 1 and err.startswith("accprobe: "))
+    assert code != 2 or "FAIL: " in out or (err.count("\n") == 1 and err.startswith("accprobe: "))
 
 
 def test_json(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

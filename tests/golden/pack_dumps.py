@@ -23,7 +23,7 @@ def packed(root: Path, name: str = "x.golden", max_bytes: int | None = None, **h
     return out
 
 
-def judged(golden: Path, mine: Path) -> Comparison:
-    """As the command does it, without a replay."""
+def judged(golden: Path, mine: Path, **how: Any) -> Comparison:
+    """As the command does it, without a replay. how: standard, floors."""
     with compared_sides(golden, mine) as sides:
-        return sides.judged(compare(sides.golden, sides.mine))
+        return sides.judged(compare(sides.golden, sides.mine, **how), **how)

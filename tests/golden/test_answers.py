@@ -66,8 +66,12 @@ REPLY = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0], "top": [
 LINE: dict[str, Any] = {"prompt": {"id": "a", "prompt": "x"}, "passes": [REPLY]}
 
 
+def messages(*found: Any) -> dict[str, Any]:
+    return LINE | {"prompt": {"id": "a", "messages": list(found)}}
+
+
 def chat(part: Any) -> dict[str, Any]:
-    return LINE | {"prompt": {"id": "a", "messages": [{"role": "user", "content": [part]}]}}
+    return messages({"role": "user", "content": [part]})
 
 
 @pytest.mark.parametrize(("lines", "says"), [
@@ -86,6 +90,14 @@ def chat(part: Any) -> dict[str, Any]:
     ([HEAD, chat({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}})], "not in the pack itself"),
     ([HEAD, chat({"type": "video_url", "video_url": {"url": "http://x"}})], "not in the pack itself"),
     ([HEAD, chat({"type": "text", "text": "x"}), "["], "it is not JSON"),
+    ([HEAD, chat({"type": "text", "text": "x", "image_url": {"url": "http://x"}})], "not in the pack itself"),
+    ([HEAD, messages({"role": "user", "content": {"type": "image_url"}})], "neither a text nor a list"),
+    ([HEAD, messages({"role": "user", "content": "x", "url": "http://x"})], "other fields than role and content"),
+    ([HEAD, messages("x")], "other fields than role and content"),
+    ([HEAD | {"arrive": []}, LINE | {"passes": []}], "it has no pass"),
+    ([HEAD, LINE | {"passes": [REPLY | {"prompt_token_ids": [1 << 31]}]}], "a token id is too large"),
+    ([HEAD, LINE | {"passes": [REPLY | {"logprobs": [-1e300]}]}], "beyond float32"),
+    ([HEAD, LINE | {"passes": [REPLY | {"top": [[[2], [-1e39]]]}]}], "beyond float32"),
 ])  # fmt: skip
 def test_what_a_stranger_writes(lines: list[Any], says: str, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"

@@ -1,13 +1,15 @@
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pack_dumps import dump, judged
+from pack_dumps import dump, judged, packed
 from synthetic_model import scaled
 
-from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.golden.estimated import ESTIMATED
+from vllm_accprobe.comparison.engine import calibrate, compare
+from vllm_accprobe.golden.estimated import ESTIMATED, GOLDEN_NONFINITE, compared_sides, is_routed
 from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import pack
 from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
@@ -52,17 +54,83 @@ def test_a_pack_names_what_the_full_golden_names(
     assert small.coverage["pairs"] == sum(p.status != "skip" for p in small.pairs)
 
 
+def last_row(sketched: tuple[int, ...], factor: float) -> Callable[..., np.ndarray]:
+    """A fault in the last of the rows that only a sketch shows."""
+
+    def fault(values: np.ndarray, positions: np.ndarray, decode: np.ndarray) -> np.ndarray:
+        return np.where((positions == max(sketched))[:, None], values * np.float32(factor), values)
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("mine_too", "verdict", "what"),
+    [(False, "fail", "of golden only"), (True, "pass", GOLDEN_NONFINITE)],
+)
+def test_a_row_of_golden_that_is_not_finite(
+    sketched: tuple[int, ...], tmp_path: Path, mine_too: bool, verdict: str, what: str
+) -> None:
+    faults = {TAP: last_row(sketched, np.nan)}
+    packed(tmp_path, max_bytes=SMALL, together=False, faults=faults)
+    mine = dump(tmp_path / "mine", together=False, faults=faults if mine_too else {})
+    found = judged(tmp_path / "x.golden", mine)
+    estimated = [p for p in found.pairs if p.message.startswith(ESTIMATED)]
+    assert found.verdict == verdict
+    assert any(what in p.message for p in estimated if p.status == "fail") is not mine_too
+    assert (found.coverage["skipped"].get(GOLDEN_NONFINITE, 0) > 0) is mine_too
+
+
+@pytest.mark.parametrize(
+    ("standard", "floor", "failing"),
+    [("accprobe", None, False), ("strict", None, True), ("strict", 1.5, False)],
+)
+def test_limits_are_those_of_the_standard_and_the_floor(
+    golden: tuple[Path, Path], sketched: tuple[int, ...], tmp_path: Path, standard: str, floor: float | None,
+    failing: bool,
+) -> None:  # fmt: skip
+    floors = []
+    if floor is not None:
+        run = dump(tmp_path / "run", together=False, faults={TAP: scaled(floor)})
+        floors.append(calibrate(golden[0], [run], failing=True).save(tmp_path / "floor").parent)
+    mine = dump(tmp_path / "mine", together=False, faults={TAP: last_row(sketched, 1.03)})
+    found = judged(golden[1], mine, standard=standard, floors=floors)
+    failed = {p.tap for p in found.pairs if p.status == "fail" and p.message.startswith(ESTIMATED)}
+    assert (TAP in failed) is failing
+
+
+@pytest.mark.parametrize(("standard", "line"), [("accprobe", "sketches: 0 of "), ("xray", "are not judged by")])
+def test_what_is_compared_is_counted_and_not_read_from_the_manifest(
+    golden: tuple[Path, Path], standard: str, line: str
+) -> None:
+    with compared_sides(golden[1], golden[0]) as sides:
+        pack = sides.packs[0]
+        assert pack is not None
+        pack.sketches.rows = np.full_like(pack.sketches.rows, [0, 2**31 - 1])
+        object.__setattr__(pack, "manifest", {**pack.manifest, "rows_full": 10**4000, "rows_sketched": 7})
+        notes = sides.judged(compare(sides.golden, sides.mine, standard=standard), standard=standard).notes
+    assert any(line in note for note in notes)
+    assert "5 rows in full and 1 as sketches" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("tap", "cls", "routed"),
+    [("model", "Qwen3MoeModel", False), ("model.layers.0", "Qwen3MoeDecoderLayer", False),
+     ("model.layers.0.self_attn", "Qwen3MoeAttention", False), ("model.layers.0.mlp.gate_proj", "Linear", False),
+     ("model.layers.0.mlp.gate", "ReplicatedLinear", True), ("model.layers.0.mlp", "Qwen3MoeSparseMoeBlock", True),
+     ("model.layers.0.mlp.experts", "SharedFusedMoE", True), ("model.layers.0.ffn", "AscendFusedMoE", True),
+     ("model.layers.0.mlp.experts.3.up_proj", "Linear", True), ("model.layers.0.mlp.router", "Linear", True)],
+)  # fmt: skip
+def test_rows_behind_a_router(tap: str, cls: str, routed: bool) -> None:
+    unit = SimpleNamespace(key=(tap, "output.0", 0), cls=cls)
+    assert is_routed(unit) is routed  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("factor", [1.5, None])
 def test_a_fault_in_sketched_rows_alone(
     golden: tuple[Path, Path], sketched: tuple[int, ...], tmp_path: Path, factor: float | None
 ) -> None:
     """factor: None for NaN. A row that only a sketch shows is condemned, and said to be estimated."""
-    last = max(sketched)
-
-    def fault(values: np.ndarray, positions: np.ndarray, decode: np.ndarray) -> np.ndarray:
-        bad = (positions == last)[:, None]
-        return np.where(bad, values * np.float32(np.nan if factor is None else factor), values)
-
+    last, fault = max(sketched), last_row(sketched, np.nan if factor is None else factor)
     mine = dump(tmp_path / "mine", together=False, faults={TAP: fault})
     found = judged(golden[1], mine)
     assert found.verdict == "fail"

@@ -6,18 +6,19 @@ from pack_dumps import dump
 from synthetic_model import scaled
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.golden.history import DIFFERS, EQUAL, FIRST, UNREADABLE, history
+from vllm_accprobe.golden.history import DIFFERS, EQUAL, FIRST, ONLY_SKETCHED, UNREADABLE, WITHIN, _release, history
 from vllm_accprobe.golden.pack import pack
 
 TAP = "model.layers.1.mlp.down_proj"
 
 
-def one(folder: Path, name: str, vllm: str, model: str = "a", **how: object) -> None:
+def one(folder: Path, name: str, vllm: str, model: str = "a", config: object = None, most: int | None = None,
+        **how: object) -> None:  # fmt: skip
     where = dump(folder / "dumps" / name, **how)
     run = json.loads((where / "run.json").read_text())
-    run |= {"versions": {"vllm": vllm}, "model": {"class": model, "path": f"/models/{model}"}}
+    run |= {"versions": {"vllm": vllm}, "model": {"class": model, "path": f"/models/{model}", "config": config}}
     (where / "run.json").write_text(json.dumps(run))
-    pack(where, folder / "packs" / name)
+    pack(where, folder / "packs" / name, max_bytes=most)
 
 
 def test_packs_of_a_model_in_the_order_of_releases(tmp_path: Path) -> None:
@@ -37,6 +38,31 @@ def test_packs_of_a_model_in_the_order_of_releases(tmp_path: Path) -> None:
         "z.golden": (FIRST, ""), "b/y.golden": (EQUAL, ""), "x.golden": (DIFFERS, f"{TAP}/output.0"),
         "w.golden": (EQUAL, ""), "other.golden": (FIRST, ""),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("configs", "models"),
+    [(({"layers": 2, "_name_or_path": "/x", "torch_dtype": "a"}, {"layers": 2, "transformers_version": "5"}), 1),
+     (({"layers": 2}, None), 1), (({"layers": 2}, {"layers": 3}), 2)],
+)  # fmt: skip
+def test_which_packs_are_of_one_model(tmp_path: Path, configs: tuple[object, object], models: int) -> None:
+    for number, config in enumerate(configs):
+        one(tmp_path, f"{number}.golden", "0.9", config=config, together=False)
+    assert [line.found for line in history(tmp_path / "packs")].count(FIRST) == models
+
+
+def test_sketched_rows_are_not_equal(tmp_path: Path) -> None:
+    one(tmp_path, "a.golden", "0.9", most=40_000, together=False)
+    one(tmp_path, "b.golden", "0.10", most=40_000, together=False)
+    found = history(tmp_path / "packs")
+    assert [(line.pack, line.found, line.where) for line in found] == [
+        ("a.golden", FIRST, ""), ("b.golden", WITHIN, ONLY_SKETCHED)]  # fmt: skip
+
+
+def test_versions_in_order() -> None:
+    order = ["", "0.9.2", "0.10.0.dev5", "0.10.0rc1", "0.10.0rc2", "0.10", "0.10.0.post1", "0.11.0+cpu", "0.11.1"]
+    shuffled = [*order[1::2], *order[::2]]
+    assert sorted(shuffled, key=_release) == order
 
 
 def test_no_pack(tmp_path: Path) -> None:

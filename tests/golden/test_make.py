@@ -22,10 +22,11 @@ from vllm_accprobe.cli.golden_server import _line
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.localize import MEASURED, RowSizes
 from vllm_accprobe.gate.sending import client
+from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.golden import make as golden
-from vllm_accprobe.golden.make import Noise, fresh, keep_requests, noise, rows_to_capture
+from vllm_accprobe.golden.make import Noise, _differing, fresh, keep_requests, noise, rows_to_capture
 from vllm_accprobe.golden.pack import RequestShape
 
 SHAPES = {"long": RequestShape(100, 3), "short": RequestShape(10, 3), "middle": RequestShape(30, 3, (15,))}
@@ -115,6 +116,14 @@ def test_equal_hashes_are_equal_bits(change: str, says: str, tmp_path: Path) -> 
         size, tap = found.worst["RowParallelLinear"]
         assert (tap, size > 1) == ("model.layers.0.mlp.down_proj", True)
     json.dumps(found.to_json())
+
+
+@pytest.mark.parametrize(
+    ("second", "differ"), [([-1.0, -2.0], 0), ([-1.0, -3.0], 1), ([-1.0], 1), (None, 2), ("no reply", 2)]
+)
+def test_a_log_probability_that_is_missing_is_another(second: Any, differ: int) -> None:
+    one = Reply("a", 0.0, 0.0, [1], [2, 3], [-1.0, -2.0])
+    assert _differing(one, None if second == "no reply" else replace(one, logprobs=second)) == differ
 
 
 def test_nothing_captured_twice_is_not_reproduced() -> None:
@@ -223,6 +232,8 @@ def test_check_compares_ids_first_then_answers_then_rows(machine: Machine, capsy
     assert captured == ["p0", "p1", "text"]
     scored = [name for name, selection in machine.asked if name.endswith(".pass1")]
     assert scored == ["p0.pass1", "p1.pass1", "text.pass1"]
+    assert main(["golden", "check", "x.golden", "--", "vllm", "serve", "M"]) == 0
+    assert "with --keep DIR they stay" in "".join(capsys.readouterr())
     machine.vocabulary = 2
     assert main(["golden", "check", "x.golden", "--", "vllm", "serve", "M"]) == 3
     assert "makes other token ids of 1 of 1 prompts" in capsys.readouterr().err

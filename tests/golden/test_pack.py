@@ -8,8 +8,9 @@ from pack_dumps import dump
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.formats.io.pack_file import MOST, PROMPTS
 from vllm_accprobe.golden.opened import opened
-from vllm_accprobe.golden.pack import BUDGET, RequestShape, default_bytes, is_outer, pack, rows_wanted
+from vllm_accprobe.golden.pack import BUDGET, CANNOT, RequestShape, default_bytes, is_outer, pack, public, rows_wanted
 
 MB = 1_000_000
 
@@ -103,27 +104,51 @@ def test_a_pack_says_nothing_of_the_machine(golden: Path, tmp_path: Path) -> Non
         target = private / f.relative_to(golden)
         target.mkdir(exist_ok=True) if f.is_dir() else target.write_bytes(f.read_bytes())
     run = json.loads((private / "run.json").read_text())
-    run |= {"model": {"path": "/home/secret-name/model"}, "probe": {"dir": "/secret-name", "task": "tensor"},
+    config = {"_name_or_path": "secret-name", "text_config": {"_name_or_path": "secret-name/x", "scale": float("inf")}}
+    run |= {"model": {"path": "/home/secret-name/model", "config": config},
+            "engine": {"adapters": ["~/secret-name/an adapter"]}, "probe": {"dir": "/secret-name", "task": "tensor"},
             "command": ["secret-name"]}  # fmt: skip
     (private / "run.json").write_text(json.dumps(run))
     journal = private / "rank0000" / "journal.jsonl"
     first, _, rest = journal.read_text().partition("\n")
-    journal.write_text(json.dumps(json.loads(first) | {"host": "secret-name", "pid": 424242}) + "\n" + rest)
+    journal.write_text(json.dumps(json.loads(first) | {"host": "secret-name", "pid": 424242}) + "\n" + rest
+                       + json.dumps({"event": "skip", "tap": "x", "reason": "adapter /a/secret-name/b was not read"})
+                       + "\n")  # fmt: skip
     pack(private, tmp_path / "x.golden")
     with zipfile.ZipFile(tmp_path / "x.golden") as archive:
         text = b"".join(archive.read(n) for n in archive.namelist())
     assert b"secret-name" not in text
     assert b"424242" not in text
-    assert b'"path":"model"' in text
+    assert (tmp_path / "x.golden").stat().st_mode & 0o777 == 0o600
+    for kept in (b'"path":"model"', b'"scale":null', b'"an adapter"', b"adapter b was not read"):
+        assert kept in text
     assert b'"task":"tensor"' in text
+
+
+def test_the_page_and_the_manifest_have_one_number_for_sketches() -> None:
+    page = (Path(__file__).parents[2] / "docs/golden.md").read_text().lower()
+    assert next(line for line in CANNOT if "sketched row" in line) in page
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [("/home/me/my model", "my model"), ("no file ~me/a/b.json", "no file b.json"), ("x=C:\\me\\b, y", "x=b, y"),
+     ("file:///me/b", "b"), ("org/model", "org/model"), ("https://x.org/a/b", "https://x.org/a/b")],
+)  # fmt: skip
+def test_texts_without_folders(text: str, left: str) -> None:
+    assert public({"a": [text]}) == {"a": [left]}
 
 
 @pytest.mark.parametrize(
     ("limit", "prompts", "why"),
-    [(2_000, None, "bytes at least, more than the 2,000 allowed"), (None, b"\xff\xfe", "is not UTF-8 text")],
+    [(2_000, None, "bytes at least, more than the 2,000 allowed"), (None, b"\xff\xfe", "is not UTF-8 text"),
+     (None, b"x" * 21, "prompts.jsonl of its pack has 21 bytes")],
 )
-def test_what_cannot_be_packed(golden: Path, tmp_path: Path, limit: int | None, prompts: bytes, why: str) -> None:
+def test_what_cannot_be_packed(
+    golden: Path, tmp_path: Path, limit: int | None, prompts: bytes, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = None
+    monkeypatch.setitem(MOST, PROMPTS, 20)
     if prompts is not None:
         file = tmp_path / "prompts"
         file.write_bytes(prompts)

@@ -47,6 +47,22 @@ def test_the_interval_holds_the_true_error(kind: str) -> None:
     assert np.mean(squares) == pytest.approx(1.0, abs=4 * np.std(squares) / 60**0.5 + 1e-3)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_bounds_of_an_error_of_two_equal_elements(sign: float) -> None:
+    """low, at a chance of 1e-6, is below it under all signs; high is no less than the difference of the norms."""
+    random = np.random.default_rng(3)
+    golden = random.standard_normal((200, 64)).astype(np.float32)
+    mine = golden.copy()
+    mine[:, 5] += np.float32(2.0)
+    mine[:, 9] += np.float32(2.0 * sign)
+    for number in range(60):
+        signs = signs_of(1, f"tap{number}/output.0#0", 64)
+        _, low, _ = distances(Sketch.unpacked(*Sketch.of(golden, signs).packed()), Sketch.of(mine, signs), 1e-6)
+        assert (low <= np.linalg.norm(golden - mine, axis=1)).all()
+    zeros = [Sketch(np.array([norm]), np.zeros((1, 16)), np.zeros(1)) for norm in (3.0, 1.0)]
+    assert distances(*zeros, 0.05)[2][0] == 2.0
+
+
 def test_what_is_stored_is_off_by_no_more_than_said() -> None:
     rows = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32) * np.logspace(-6, 6, 50)[:, None]
     rows[3], rows[4, 0], rows[5, 0] = 0.0, np.nan, np.inf

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from vllm_accprobe.refusals import CommandError  # noqa: E402
 
 DRAW = random.Random(1)
 PROMPTS = [[DRAW.randrange(8, 250) for _ in range(n)] for n in (1, 23, 97)]
+WEIGHTS = ("model.safetensors",)
 PARTS = ("input", "output", "params")
 
 
@@ -159,6 +161,37 @@ class Killed(BaseException):
     """Ends a run as a signal does."""
 
 
+@pytest.mark.parametrize("keep", [[], ["--keep", "kept"]])
+@pytest.mark.parametrize("where", ["vllm_accprobe.golden.stream._StreamRun._answer", "vllm_accprobe.golden.make.pack",
+                                   "vllm_accprobe.golden.make.to_text"])  # fmt: skip
+def test_a_pack_whose_making_was_killed_is_continued(
+    qwen2: Path, tmp_path: Path, keep: list[str], where: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def die(*args: Any, **how: Any) -> None:
+        raise Killed
+
+    monkeypatch.chdir(tmp_path)
+    for name, ids in (("one", PROMPTS[1]), ("two", PROMPTS[2][:30])):
+        Path(name).write_text(json.dumps({"id": "p", "token_ids": ids}) + "\n")
+    made = ["golden", "make", "--float32", "--stream", str(qwen2), "--out", "x.golden", *keep, "--prompts"]
+    with monkeypatch.context() as patched:
+        patched.setattr(where, die)
+        with pytest.raises(Killed):
+            main([*made, "one"])
+    assert main([*made, "two"]) == 2
+    assert "was begun with" in capsys.readouterr().err
+    assert main([*made, "one"]) == 0
+    assert "block 1 of" not in capsys.readouterr().err
+    assert Path("x.golden").is_file()
+    assert Path(keep[1] if keep else "x.golden.work").exists() is bool(keep)
+    if not keep:
+        Path("x.golden.work").mkdir()
+        Path("x.golden.work/mine").write_text("mine")
+        assert main([*made, "one"]) == 2
+        assert "is not of such a run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("block", [0, 1, 3, 6])
 def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before block ``block`` is done, after some of its tensors were written; then, what is torn is cut off."""
@@ -197,6 +230,43 @@ def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeyp
     assert sorted(os.listdir(out / "rank0000")) == sorted(os.listdir(expected / "rank0000"))
     pass0 = replies.pass_name(0)
     assert (out / ANSWERS / pass0).read_bytes() == (expected / ANSWERS / pass0).read_bytes()
+
+
+def test_a_run_killed_before_its_first_save_begins_again(
+    qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_accprobe.golden import stream
+
+    def die(self: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(stream._StreamRun, "_save", die)
+    with pytest.raises(Killed):
+        streamed(qwen2, PROMPTS[:1], tmp_path / "out", progress=quiet)
+    monkeypatch.undo()
+    assert streamed(qwen2, PROMPTS[:1], tmp_path / "out", progress=quiet).resumed == 0
+    (tmp_path / "out.stream").mkdir()  # killed while it was removed: the dump is whole, and stays
+    with pytest.raises(CommandError, match="already holds a dump"):
+        streamed(qwen2, PROMPTS[:1], tmp_path / "out", progress=quiet)
+
+
+def test_a_run_that_continues_needs_the_rest_of_the_disk_only(
+    qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_accprobe.golden import stream
+
+    needs: list[int] = []
+    monkeypatch.setattr(stream._StreamRun, "_check_disk", lambda self, need: needs.append(need))
+
+    def die(line: str) -> None:
+        if line.startswith("block 5"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=die)
+    first, needs[:] = needs[0], []
+    streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
+    assert needs[0] < 0.7 * first
 
 
 def edit(**values: Any) -> Callable[[Path], None]:
@@ -275,7 +345,8 @@ def test_arguments_that_are_refused(qwen2: Path, tmp_path: Path, more: dict[str,
         ({"prompts": PROMPTS[:2]}, "begun with other prompts:"),
         ({"dtype": "float64"}, "begun with other settings:"),
         ({"rows": [[0], [0], [0]]}, "begun with other settings:"),
-        ({"model": True}, "begun with other checkpoint:"),
+        ({"model": {"rms_norm_eps": 1e-5}}, "begun with other checkpoint:"),
+        ({"model": {}}, "begun with other checkpoint:"),  # weights x 1.5, in files of equal size
     ],
 )
 def test_a_run_of_other_things_does_not_continue(
@@ -287,7 +358,15 @@ def test_a_run_of_other_things_does_not_continue(
 
     with pytest.raises(Killed):
         streamed(qwen2, PROMPTS, tmp_path / "out", progress=die)
-    model = make("qwen2", tmp_path / "model", rms_norm_eps=1e-5) if more.pop("model", False) else qwen2
+    model, changes = qwen2, more.pop("model", None)
+    if changes is not None:
+        model = tmp_path / "model"
+        shutil.copytree(qwen2, model)
+        if changes:
+            edit(**changes)(model)
+        else:
+            tensors(lambda found: found.update({k: v * 1.5 for k, v in found.items()}))(model)
+            assert [(model / f).stat().st_size == (qwen2 / f).stat().st_size for f in WEIGHTS] == [True]
     with pytest.raises(CommandError, match=message):
         streamed(model, more.pop("prompts", PROMPTS), tmp_path / "out", progress=quiet, **more)
 
@@ -299,8 +378,6 @@ def test_a_run_of_other_things_does_not_continue(
 def test_memory_and_disk_are_checked_before(
     qwen2: Path, tmp_path: Path, attribute: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shutil
-
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 10)
     monkeypatch.setattr(f"vllm_accprobe.golden.stream.{attribute}", value or (lambda place: usage))
     with pytest.raises(CommandError, match=message):
@@ -325,13 +402,23 @@ def test_the_command(qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [r.prompt_len for r in open_dump(out + "2").requests.values()] == [1, 1]
 
 
-def test_a_pack_of_a_streamed_model_has_answers_that_a_server_can_be_sent_along(qwen2: Path, tmp_path: Path) -> None:
+def test_a_pack_of_a_streamed_model_has_answers_that_a_server_can_be_sent_along(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ids = [PROMPTS[1], PROMPTS[2]]
     file, pack = tmp_path / "prompts.jsonl", tmp_path / "x.golden"
     file.write_text("".join(json.dumps({"id": f"p{i}", "token_ids": one}) + "\n" for i, one in enumerate(ids)))
     made = ["golden", "make", "--float32", "--stream", str(qwen2), "--out", str(pack), "--prompts", str(file)]
     assert main(made) == 0
     assert main([*made, "--", "--dtype=half"]) == 2  # no server, no options of one
+    for more in (["--max-gb", "1"], ["--model", "x"], ["--timeout", "1"], ["--ready-timeout", "2"]):
+        capsys.readouterr()
+        assert main([*made, *more]) == 2
+        assert f"{more[0]} is of a server" in capsys.readouterr().err
+    file.write_text('{"id": "short", "token_ids": [5]}\n')
+    assert main(made) == 2
+    assert "short has one token: a pack needs two or more" in capsys.readouterr().err
+    assert not pack.with_name("x.golden.work").exists()
     opened = open_pack(pack, tmp_path / "opened")
     sent, _ = unpacked(opened.home / pack_file.PROMPTS, tmp_path / "answers")
     alone = streamed(qwen2, ids, tmp_path / "alone", progress=lambda line: None)

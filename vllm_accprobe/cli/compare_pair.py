@@ -116,7 +116,7 @@ def _compared(
                 sides.golden, sides.mine, progress=advance, standard=standard, taps=judging.taps, mapping=rules,
                 resume=out, ray=work.ray, jobs=work.jobs, floors=judging.floors, rate=rate,
             )  # fmt: skip
-        result = sides.judged(result, taps=judging.taps, mapping=rules, standard=standard)
+        result = sides.judged(result, taps=judging.taps, mapping=rules, standard=standard, floors=judging.floors)
         return replay.replayed(result, request, begun, out, before)
 
 

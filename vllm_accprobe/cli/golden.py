@@ -66,6 +66,7 @@ def verify(what: GoldenVerifyOptions) -> None:
     Exit code 0: all are, 1: one has other bytes than its manifest says, or another manifest than --sha256, 2: one is
     no pack, or cannot be read.
     """
+    from vllm_accprobe.dump.files import DumpError
     from vllm_accprobe.formats.io.pack_file import PackAltered, verify
 
     if what.sha256 is not None and (len(what.sha256) < 16 or len(what.packs) > 1):
@@ -78,8 +79,10 @@ def verify(what: GoldenVerifyOptions) -> None:
                 raise PackAltered(f"{path}: its manifest has the SHA-256 {digest}, not {what.sha256}")
             typer.echo(f"PASS: {path}: {_about(manifest)}; manifest {digest[:16]}")
             found.append({"pack": path, "verdict": "pass", "sha256": digest})
-        except PackAltered as e:
-            code = 1
+        except DumpError as e:
+            code = max(code, 1 if isinstance(e, PackAltered) else 2)
+            if len(what.packs) == 1 and code == 2:
+                raise
             typer.echo(f"FAIL: {e}")
             found.append({"pack": path, "verdict": "fail", "why": str(e)})
     answer(packs=found)
@@ -98,23 +101,24 @@ def _about(manifest: object) -> str:
 def history(what: GoldenHistoryOptions) -> None:
     """Compare the packs of each model in order of vLLM's version and date, each with the one before.
 
-    Exit code 0: none differs beyond the limits, 1: one does, 2: there is no pack.
+    Exit code 0: none differs beyond the limits, 1: one does, 2: there is no pack, or one cannot be read.
     """
     from vllm_accprobe.golden.history import DIFFERS, UNREADABLE, history
-    from vllm_accprobe.report.text import num
+    from vllm_accprobe.report.text import num, safe
     from vllm_accprobe.waiting import waiting
 
     now = [""]
     with waiting(lambda: f"comparing {now[0]}"):
         lines = history(what.folder, lambda text: now.__setitem__(0, text))
     columns = ("pack", "model", "vLLM", "device", "date", "against the one before", "where", "error", "limit")
-    rows = [[line.pack, line.model, line.vllm, line.device, line.date, line.found, line.where,
+    rows = [[safe(line.pack), line.model, line.vllm, line.device, line.date, line.found, safe(line.where, 400),
              "" if line.error is None else num(line.error), "" if line.limit is None else num(line.limit)]
             for line in lines]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     show("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in (columns, *rows))
     answer(history=[asdict(line) for line in lines])
-    raise typer.Exit(2 if any(x.found == UNREADABLE for x in lines) else int(any(x.found == DIFFERS for x in lines)))
+    found = {line.found for line in lines}
+    raise typer.Exit(1 if DIFFERS in found else 2 if UNREADABLE in found else 0)
 
 
 for _function, _short in (*golden_server.COMMANDS, (pack, "Write a pack of a dump"),

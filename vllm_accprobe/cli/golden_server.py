@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,25 @@ class GoldenWorkOptions:
                             ready_s=self.ready, say=Pace(often=True))  # fmt: skip
 
     @contextmanager
-    def work(self) -> Iterator[Path]:
-        """The folder of --keep, or one that is removed. Raises CommandError."""
+    def work(self, resumed: Path | None = None) -> Iterator[Path]:
+        """The folder of --keep, or one that is removed. resumed: the default's name, which is removed after success
+        only, and may hold what a killed run has begun, as --keep may. Raises CommandError."""
+        if resumed is not None:
+            from vllm_accprobe.golden.make import is_begun
+
+            home = self.keep or resumed
+            if home.exists() and not is_begun(home) and (not home.is_dir() or any(home.iterdir())):
+                raise CommandError(f"{home} exists and is not of such a run: name a new folder with --keep")
+            places.check_place(home, option="--keep")
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                yield home
+            finally:
+                with suppress(OSError):  # not empty
+                    home.rmdir()
+            if self.keep is None:
+                shutil.rmtree(home)
+            return
         if self.keep is None:
             with tempfile.TemporaryDirectory(prefix="accprobe-golden-", dir=Path.cwd()) as folder:
                 yield Path(folder)
@@ -141,8 +159,13 @@ def _make_streamed(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOpti
 
     if len(what.model_and_options) != 1:
         raise CommandError("--float32 --stream takes a model's folder alone: no server is started, and has no options")
+    usual = GoldenWorkOptions()
+    for name, flag in (("max_gb", "--max-gb"), ("model", "--model"), ("timeout", "--timeout"),
+                       ("ready", "--ready-timeout")):  # fmt: skip
+        if getattr(how, name) != getattr(usual, name):
+            raise CommandError(f"{flag} is of a server, and --float32 --stream starts none: leave it out")
     file.check()
-    with how.work() as work:
+    with how.work(file.out.with_name(file.out.name + ".work")) as work:
         make_streamed(Path(what.model_and_options[0]), what.prompts, file.out, work, max_bytes=file.max_bytes,
                       seed=file.seed)  # fmt: skip
         if how.keep is not None:
@@ -187,8 +210,8 @@ def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
         for text in servers.rendered_lines(done.answers.rendering) if done.answers and done.answers.rendering else ():
             typer.echo(text)
         code, found = _compared(what.pack, done.dump, work / REPORT)
-        if how.keep is None and code == 1:
-            say_notes(["the dump is not kept; with --keep DIR it can be examined further"])
+        if how.keep is None:
+            say_notes(["the dump and the report are removed now; with --keep DIR they stay"])
         if how.keep is not None:
             say_written(work, about="the dump, the answers, the report")
     rendered = done.answers is not None and done.answers.verdict == "fail"

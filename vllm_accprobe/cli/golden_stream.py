@@ -120,8 +120,9 @@ def make_streamed(
     lines = read(prompts) if prompts else [line for line in texts() if line.text is not None]
     done, found = pack_streamed(model, *_encoded(model, lines), out, work, USUAL, max_bytes=max_bytes,
                                 seed=seed)  # fmt: skip
-    say_streamed(done)
-    answer(pack=out, golden=asdict(done), **asdict(found))
+    if done is not None:
+        say_streamed(done)
+    answer(pack=out, golden=None if done is None else asdict(done), **asdict(found))
     say_written(out, about=f"{found.bytes / 1e6:.2f} MB, {len(lines)} prompts, {found.taps:,} taps, "
                 f"{found.rows_full:,} rows in full, {found.rows_sketched:,} as sketches")  # fmt: skip
 

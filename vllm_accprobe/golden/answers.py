@@ -12,7 +12,7 @@ Elsewhere: the folder (gate/sending/replies.py), the zip (pack.py, opened.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from vllm_accprobe.gate.sending.replies import LineWriter, ReplyWriter, Sent
 
 KIND = "accprobe golden answers"
 _MOST_LINE = 64 << 20
+_LARGEST = float(np.finfo(np.float32).max)
 _NOT_HERE = ("images", "conversations", "body", "url")
 """Fields of a prompt that name files, or other forms than `send` keeps."""
 
@@ -111,6 +112,8 @@ def unpacked(path: Path, into: Path) -> tuple[Sent, AnswersHeader]:
     try:
         with path.open(encoding="utf-8") as file:
             head = parse(AnswersHeader, file.readline(_MOST_LINE), _MOST_LINE, {"kind": KIND, "schema": replies.SCHEMA})
+            if not head.arrive:
+                raise DecodeError("it has no pass")
             found = [_checked(parse(_PackedPrompt, line, _MOST_LINE), len(head.arrive)) for line in file]
     except FileNotFoundError:
         raise DumpError("the pack has no prompts and answers: `accprobe golden make` writes them") from None
@@ -148,17 +151,38 @@ def _checked(one: _PackedPrompt, passes: int) -> _PackedPrompt:
     if len(one.passes) != passes or one.passes[0] is None:
         raise DecodeError(f"a prompt has {len(one.passes)} passes, not {passes}")
     for r in one.passes:
-        if r is not None and (len(r.logprobs) != len(r.token_ids) or len(r.top) not in (0, len(r.token_ids))):
+        if r is None:
+            continue
+        if len(r.logprobs) != len(r.token_ids) or len(r.top) not in (0, len(r.token_ids)):
             raise DecodeError("a reply has other numbers of tokens and log-probabilities")
+        _check_numbers(r)
     if wrong := next((key for key in _NOT_HERE if key in one.prompt), ""):
         raise DecodeError(f"a prompt has the field {wrong}")
     messages = one.prompt.get("messages")
     for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise DecodeError("a prompt has a message with other fields than role and content")
+        content = message["content"]
+        if not isinstance(content, (str, list)):
+            raise DecodeError("a prompt has a message whose content is neither a text nor a list")
         for part in content if isinstance(content, list) else ():
-            if not isinstance(part, dict) or not (part.get("type") == "text" or _is_inline(part)):
+            if not isinstance(part, dict) or not (_is_text(part) or _is_inline(part)):
                 raise DecodeError("a prompt has an image that is not in the pack itself")
     return one
+
+
+def _check_numbers(reply: _PackedReply) -> None:
+    """Raises DecodeError for ids beyond int32 and for log-probabilities beyond float32."""
+    ids = [reply.prompt_token_ids, reply.token_ids, *(ids for ids, _ in reply.top)]
+    if any(i >= 1 << 31 for some in ids for i in some):
+        raise DecodeError("a token id is too large")
+    values: list[Sequence[float | None]] = [reply.logprobs, *(values for _, values in reply.top)]
+    if any(v is not None and abs(v) > _LARGEST for some in values for v in some):
+        raise DecodeError("a log-probability is beyond float32")
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return set(part) == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
 
 
 def _is_inline(part: Mapping[str, Any]) -> bool:

@@ -71,9 +71,9 @@ def noise_sentence(noise: Mapping[str, Any]) -> str:
 def answers_sentence(answers: Gate | None) -> str:
     """How far the answers are apart, before anything that was captured."""
     if answers is None:
-        return "answers: no token of both has a log-probability"
+        return "answers: no token has a log-probability on both sides"
     cell = answers.cells[0]
     if not cell.worst:
         return f"answers: equal to the bit in {cell.n:,} tokens"
-    return (f"answers: log-probabilities of {cell.n:,} tokens are apart by {cell.median:.2g} nats in the median, "
+    return (f"answers: log-probabilities of {cell.n:,} tokens differ by {cell.median:.2g} nats in the median, "
             f"{cell.worst:.2g} at most")  # fmt: skip

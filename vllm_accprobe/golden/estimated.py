@@ -26,7 +26,7 @@ from vllm_accprobe.align.data_flow import OUTPUT, is_choice, is_logits, kind_of
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import POSITION_BITS, identity
-from vllm_accprobe.comparison.engine import open_both
+from vllm_accprobe.comparison.engine import compare, find_standard, open_both
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.measurer import NO_PARTNER, NO_PAYLOAD
 from vllm_accprobe.comparison.measure.read import Loader, Unread
@@ -35,12 +35,13 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
-from vllm_accprobe.comparison.verdict.judging import LimitCheck
+from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.formats.io.pack_file import is_pack
 from vllm_accprobe.golden.opened import GoldenPack, open_pack
-from vllm_accprobe.golden.pack import SketchPlace, place_name
+from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name
 from vllm_accprobe.golden.sketch import Sketch, distances
+from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE
@@ -50,14 +51,16 @@ from vllm_accprobe.standards.limits import Limits, Standard
 ESTIMATED = "estimated from a sketch"
 OTHER_MATRIX = "sketches of two packs that were made by other signs"
 ROUTED = "sketches behind a router, which do not say which experts were chosen"
-_EXPERTS = re.compile(r"moe|expert", re.I)
+GOLDEN_NONFINITE = "sketched rows where golden holds NaN or infinity: a sketch cannot compare them"
+_ROUTING_TAP = re.compile(r"(?:^|\.)(?:experts|gate|router)(?:\.|$)")
+_ROUTING_CLASS = re.compile(r"(?:MoE|MoeBlock|Experts)$")
 
 
 def is_routed(unit: Unit) -> bool:
     """Whether rows from here on may have gone to other experts at a near tie."""
     tap, role, _ = unit.key
     return is_choice(role, unit.cls) or (is_logits(tap, role, unit.cls) and "lm_head" not in tap) or bool(
-        _EXPERTS.search(unit.cls)
+        _ROUTING_TAP.search(tap) or _ROUTING_CLASS.search(unit.cls)
     )  # fmt: skip
 
 
@@ -71,29 +74,48 @@ class ComparedSides:
 
     def judged(
         self, result: Comparison, *, taps: str | None = None, mapping: Rules | None = None,
-        standard: str | Standard = "accprobe",
+        standard: str | Standard = "accprobe", floors: Sequence[str | Path] = (),
     ) -> Comparison:  # fmt: skip
         """``result`` of comparing these two, under the packs' names, with what their sketches show. The sketches are
-        judged by accprobe's own limits only."""
+        judged by accprobe's own limits only. standard, floors: as `compare` had them."""
         if self.packs == (None, None):
             return result
         names = [str(p.path) if p else None for p in self.packs]
         result = replace(_renamed(result, names[0], names[1]), origins=_with_earlier_rows(result))
-        own = isinstance(standard, Standard) or standard in ("accprobe", "strict")
-        found = _Estimates(self, result, taps, mapping) if own else None
-        notes = [_about(side, p) for side, p in zip(("golden", "mine"), self.packs, strict=True) if p is not None]
-        if found is None:
-            return replace(result, notes=[*notes, *result.notes])
-        return found.result(notes)
+        rules, other = find_standard(standard)
+        dumps = open_both(self.golden, self.mine)
+        notes = [_about(side, p, d) for side, p, d in zip(("golden", "mine"), self.packs, dumps, strict=True)
+                 if p is not None]  # fmt: skip
+        if other is not None:
+            unjudged = f"sketches are not judged by --standard {standard}: their rows are not compared"
+            return replace(result, notes=[*notes, unjudged, *result.notes])
+        return _Estimates(self, dumps, result, taps, mapping, rules, gather(dumps[0], floors, compare)).result(notes)
 
 
-def _about(side: str, pack: GoldenPack) -> str:
-    m = pack.manifest
-    full, sketched = (m.get(k) if type(m.get(k)) is int else 0 for k in ("rows_full", "rows_sketched"))
+def _about(side: str, pack: GoldenPack, dump: Any) -> str:
     return (
-        f"{side} is a pack: its modules have {full:,} rows in full and {sketched:,} as sketches; the other rows of "
-        "modules are not compared, and a row whose inputs it does not hold is never acquitted"
+        f"{side} is a pack: its modules have {_full_rows(dump):,} rows in full and {pack.sketches.count:,} as "
+        "sketches; the other rows of modules are not compared, and a row whose inputs it does not hold is never "
+        "acquitted"
     )
+
+
+def _full_rows(dump: Any) -> int:
+    """Rows of requests of which a module has a payload; what is stored for every row does not count."""
+    spaces = {(r.rank, r.step, r.rows) for r in dump.records if r.step is not None and r.payload is not None
+              and r.rows is not None and not is_once_a_row(r)}  # fmt: skip
+    spans: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for key in spaces & dump.rows.keys():
+        for s in dump.rows[key].segments:
+            if (request := dump.requests.get((key[0], s.req))) is not None:
+                spans[identity(request), s.image].append((s.pos, s.pos + s.n))
+    count = 0
+    for of in spans.values():
+        end = -1
+        for first, after in sorted(of):
+            count += max(after - max(first, end), 0)
+            end = max(end, after)
+    return count
 
 
 def _with_earlier_rows(result: Comparison) -> list[OriginEntry]:
@@ -152,18 +174,26 @@ class _SketchedTensor:
     high: np.ndarray
     spoilt: np.ndarray
 
+    def spoilt_side(self, at: np.ndarray) -> str:
+        """Which side of the rows ``at`` holds NaN or infinity."""
+        some = at[self.spoilt[at]]
+        golden = np.isfinite(self.sides[0].norm[some])
+        return "mine" if golden.all() else "one side" if golden.any() else "golden"
+
 
 class _Estimates:
     """All sketched rows of a comparison."""
 
-    def __init__(self, sides: ComparedSides, result: Comparison, taps: str | None, mapping: Rules | None):
+    def __init__(
+        self, sides: ComparedSides, dumps: tuple[Any, Any], result: Comparison, taps: str | None, mapping: Rules | None,
+        standard: Standard, floor: Calibration | None,
+    ):  # fmt: skip
         assert result.measured is not None
-        self._result, self._sides = result, sides
-        self._dumps = open_both(sides.golden, sides.mine)
+        self._result, self._sides, self._dumps = result, sides, dumps
         self._plan: Plan = make_plan(*self._dumps, taps=taps, mapping=mapping)
         self._loaders = Loader(self._dumps[0], 1 << 27), Loader(self._dumps[1], 1 << 27)
-        self._standard = Standard()
-        self._check = LimitCheck(self._standard, flow_unit(result.measured.setting.dtypes), None)
+        self._standard = standard
+        self._check = LimitCheck(standard, flow_unit(result.measured.setting.dtypes), floor)
         self._measured = {u.key: u for u in result.measured.units}
         self._subjects = [self._subjects_of(i) for i in range(2)]
         each = [{k for rows in side.rows.values() for k in rows.keys[rows.keep].tolist()}
@@ -217,6 +247,11 @@ class _Estimates:
             found[0] = self._full(0, unit, place, found[1])
         shared = sorted(found[0].keys() & found[1].keys() & self._comparable)
         if not shared:
+            return None
+        known = [k for k in shared if any(math.isfinite(np.float32(f[k][0])) for f in found)]
+        if len(known) < len(shared):
+            self.skipped[GOLDEN_NONFINITE] += len(shared) - len(known)
+        if not (shared := known):
             return None
         sides = [Sketch(*(np.array([f[k][n] for k in shared]) for n in range(3))) for f in found]
         group = np.array([found[1][k][3] for k in shared])
@@ -278,15 +313,16 @@ class _Estimates:
         chance = 2 * self._result.false_alarm_rate / max(count, 1)
         for p in self.places.values():
             norm = p.sides[0].norm
-            finite = np.isfinite(norm) & np.isfinite(p.sides[1].norm)
+            finite, mine_finite = (np.isfinite(s.norm.astype(np.float32)) for s in p.sides)
+            both = finite & mine_finite
             usual = np.median(norm[np.isfinite(norm) & (norm > 0)]) if (norm > 0).any() else 0.0
             size = np.maximum(norm, self._standard.floor_share(p.width) * usual)
             found = distances(p.sides[0], p.sides[1], chance)
             with np.errstate(divide="ignore", invalid="ignore"):
                 p.estimate, p.low, p.high = (
-                    np.where(finite, np.where(size > 0, d / size, np.where(d > 0, np.inf, 0.0)), 0.0) for d in found
+                    np.where(both, np.where(size > 0, d / size, np.where(d > 0, np.inf, 0.0)), 0.0) for d in found
                 )
-            p.spoilt = np.isfinite(norm) & ~np.isfinite(p.sides[1].norm)
+            p.spoilt = finite != mine_finite
 
     def _known(self, key: tuple[str, str, int]) -> dict[int, float]:
         """Row → the largest relative error that it may have: of a sketch its upper end, of a full row its own."""
@@ -343,7 +379,7 @@ class _Estimates:
         request, position = self._plan.tokens.name(int(p.keys[first]))
         text = f"{ESTIMATED}: an error of {p.low[first]:.3g} to {p.high[first]:.3g}, about {p.estimate[first]:.3g}"
         if p.spoilt[first]:
-            text = f"{ESTIMATED}: NaN or infinity in mine only"
+            text = f"{ESTIMATED}: NaN or infinity in {p.spoilt_side(np.array([first]))} only"
         size = float(p.low[first]) if not p.spoilt[first] else math.inf
         tap, role, _ = p.unit.key
         return {
@@ -383,7 +419,7 @@ class _Estimates:
         wrong = bool(spoilt) or bool((p.low[at] > limit).any())
         text = f"{ESTIMATED}: {len(at)} rows, the worst {p.low[worst]:.3g} to {p.high[worst]:.3g}"
         if spoilt:
-            text = f"{ESTIMATED}: NaN or infinity in {spoilt} rows of mine only"
+            text = f"{ESTIMATED}: NaN or infinity in {spoilt} rows of {p.spoilt_side(at)} only"
         request, position = self._plan.tokens.name(int(p.keys[worst]))
         rel = math.sqrt(float(np.nansum((p.estimate[at] * norm) ** 2)) / total) if total > 0 else 0.0
         return Pair(
@@ -425,9 +461,11 @@ class _Estimates:
         skipped.subtract(freed)
         skipped.update(self.skipped)
         failed = [p for p in pairs if p.status == FAIL and p.message.startswith(ESTIMATED)]
-        lines = [f"sketches: {self.count:,} rows of tensors are {ESTIMATED}, {len(failed):,} pairs beyond their limits"]
+        places = max(p.sketches.places_rows for p in self._sides.packs if p is not None)
+        line = (f"sketches: {self.count:,} of {places:,} rows of tensors are estimated, {len(failed):,} pairs beyond "
+                "their limits")  # fmt: skip
         return replace(
-            result, pairs=pairs, origins=entries, notes=[*notes, *(lines if self.count else ()), *result.notes],
+            result, pairs=pairs, origins=entries, notes=[*notes, line, *result.notes],
             verdict=FAIL if failed or origins else result.verdict,
             coverage={**result.coverage, "skipped": {k: n for k, n in skipped.items() if n > 0}},
             first_divergence=result.first_divergence or first_divergence(pairs),

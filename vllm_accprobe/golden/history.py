@@ -8,7 +8,6 @@ with the one before, full rows and sketches, without a replay: packs hold no cal
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import defaultdict
@@ -22,11 +21,16 @@ from vllm_accprobe.comparison.result import FAIL, CompareError, Comparison
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io.pack_file import is_pack, verify
-from vllm_accprobe.golden.estimated import compared_sides
+from vllm_accprobe.golden.estimated import ESTIMATED, OTHER_MATRIX, compared_sides
 
 ENDING = ".golden"
 FIRST, EQUAL, WITHIN, DIFFERS, UNREADABLE = "first", "equal", "within limits", "differs", "cannot be compared"
+ONLY_SKETCHED = "equal in full rows; sketches show no difference"
 _TEXT = 60
+_NO_PART_OF_A_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Keys of a config that depend on who saved it; the dtype is the run's."""
+_Found = tuple[Any, Path, Mapping[str, Any]]
+"""What a pack is sorted by, its file, its manifest."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -
     if not packs:
         raise DumpError(f"{folder} has no pack: name a folder with files *{ENDING}")
     lines: list[HistoryLine] = []
-    models: dict[str, list[tuple[Any, Path, Mapping[str, Any]]]] = defaultdict(list)
+    models: dict[tuple[str, str], list[_Found]] = defaultdict(list)
     for path in packs:
         try:
             manifest, _ = verify(path)
@@ -60,7 +64,7 @@ def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -
             lines.append(HistoryLine(str(path.relative_to(folder)), "", "", "", "", UNREADABLE, str(e)))
             continue
         models[_model(manifest)].append((_order(manifest, path), path, manifest))
-    for of in models.values():
+    for of in _joined(models):
         before: Path | None = None
         for _, path, about in sorted(of, key=lambda p: p[0]):
             if before is not None:
@@ -70,11 +74,25 @@ def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -
     return lines
 
 
-def _model(manifest: Mapping[str, Any]) -> str:
-    """What is one model whatever computes it."""
+def _model(manifest: Mapping[str, Any]) -> tuple[str, str]:
+    """What is one model whatever computes it: (class, dtype and quantisation, config), the last "" where there is
+    none."""
     model = object_at(manifest, "model") or {}
-    known = {k: model.get(k) for k in ("class", "dtype", "quantization", "config")}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    config = model.get("config")
+    if isinstance(config, dict):
+        config = {k: v for k, v in config.items() if k not in _NO_PART_OF_A_MODEL}
+    known = {k: model.get(k) for k in ("class", "dtype", "quantization")}
+    return json.dumps(known, sort_keys=True, default=str), json.dumps(config, sort_keys=True) if config else ""
+
+
+def _joined(models: dict[tuple[str, str], list[_Found]]) -> list[list[_Found]]:
+    """The packs of each model. Packs without a config are of the one model that their other words fit, where it is
+    one."""
+    for key in [key for key in models if not key[1]]:
+        others = [other for other in models if other[0] == key[0] and other[1]]
+        if len(others) == 1:
+            models[others[0]] += models.pop(key)
+    return list(models.values())
 
 
 def manifest_text(manifest: object, *keys: str) -> str:
@@ -84,9 +102,23 @@ def manifest_text(manifest: object, *keys: str) -> str:
     return manifest[:_TEXT] if isinstance(manifest, str) and manifest.isprintable() else ""
 
 
+_VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|b|rc|post|dev)(\d*))?", re.I)
+
+
 def _order(manifest: Mapping[str, Any], path: Path) -> tuple[Any, ...]:
-    version = manifest_text(manifest, "versions", "vllm")
-    return [int(n) for n in re.findall(r"\d+", version)[:4]], manifest_text(manifest, "start_time"), path.name
+    return _release(manifest_text(manifest, "versions", "vllm")), manifest_text(manifest, "start_time"), path.name
+
+
+def _release(version: str) -> tuple[Any, ...]:
+    """Sorts versions as PEP 440 does: 0.9, 0.10.0rc1, 0.10.0, 0.10.0.post1; what is none comes first."""
+    found = _VERSION.match(version)
+    if found is None:
+        return ()
+    numbers = [int(n) for n in found[1].split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    kind = ("dev", "a", "b", "rc", "", "post").index((found[2] or "").lower())
+    return numbers, kind, int(found[3] or 0)
 
 
 def _line(folder: Path, before: Path | None, path: Path, manifest: Mapping[str, Any]) -> HistoryLine:
@@ -109,8 +141,10 @@ def _found(result: Comparison) -> tuple[str, str, float | None, float | None]:
         at = result.origins[0] if result.origins else result.first_divergence or {}
         error = at.get("created", at.get("value"))
         return DIFFERS, f"{at.get('module', '')}/{at.get('role', '')}", error, at.get("floor", at.get("limit"))
-    differ = [p for p in result.pairs if p.status != "skip" and not p.identical and p.worst_row_rel_l2]
+    compared = [p for p in result.pairs if p.status != "skip" and not p.identical]
+    differ = [p for p in compared if not p.message.startswith(ESTIMATED) or p.worst_row_rel_l2]
     if not differ:
-        return EQUAL, "", None, None
+        unsure = compared or result.coverage.get("skipped", {}).get(OTHER_MATRIX)
+        return (WITHIN, ONLY_SKETCHED, None, None) if unsure else (EQUAL, "", None, None)
     first = min(differ, key=lambda p: (p.order, p.step or 0))
     return WITHIN, f"{first.tap}/{first.role}", first.worst_row_rel_l2, first.limit

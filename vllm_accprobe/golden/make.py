@@ -11,11 +11,14 @@ Elsewhere: the pack's file (pack.py), the same prompts to another server (check.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ from vllm_accprobe.gate.sides import SendSettings
 from vllm_accprobe.golden import prompts
 from vllm_accprobe.golden.answers import to_text
 from vllm_accprobe.golden.pack import PackSummary, RequestShape, pack, rows_wanted
+from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_private
 
@@ -127,7 +131,7 @@ def golden_server(
     environ = environment(environ, work / DUMP, gigabytes)
     with served(name, command, environ, work, how.ready_s, how.say) as run:
         sender = Sender(run.command.url, run.command.key, how.timeout, how.top, how.max_tokens, how.model)
-        with waiting(lambda: f"{name}: asking what the server can", how.say):
+        with waiting(lambda: f"{name}: asking the server what it supports", how.say):
             sender, about = sender.introduced()
         yield GoldenServer(sender, about, work, how)
 
@@ -267,10 +271,9 @@ def _distance(dump: Dump, a: Record, b: Record) -> float:
 
 
 def _differing(one: Reply, two: Reply | None) -> int:
-    """Tokens of the answer whose log-probability is not the same."""
-    if two is None or one.logprobs is None or two.logprobs is None:
-        return 0
-    return sum(a != b for a, b in zip(one.logprobs, two.logprobs, strict=False))
+    """Tokens of the answer whose log-probability is not the same, or is in one of the two only."""
+    pairs = zip_longest(one.logprobs or (), (two.logprobs if two is not None else None) or ())
+    return sum(a != b for a, b in pairs)
 
 
 # --- all of it ---
@@ -324,30 +327,53 @@ _SMALL = 2e9
 one those that a pack stores in full."""
 
 
+_BEGUN = "begun"
+
+
+def is_begun(work: Path) -> bool:
+    """Whether `pack_streamed` has begun in this folder."""
+    return (work / _BEGUN).is_file()
+
+
 def pack_streamed(
     model: Path, names: Sequence[str], ids: Sequence[Sequence[int]], out: Path, work: Path,
     say: Callable[[str], None], *, max_bytes: int | None, seed: int,
-) -> tuple[StreamSummary, PackSummary]:  # fmt: skip
+) -> tuple[StreamSummary | None, PackSummary]:  # fmt: skip
     """Writes the pack ``out`` of the checkpoint at ``model``, computed in float32 on this CPU (stream.py), for prompts
-    of ``ids``, whose last tokens count as generated. Raises CommandError, DumpError, OSError."""
+    of ``ids``, whose last tokens count as generated. work: may hold what a killed run has begun; None where its dump is
+    whole. Raises CommandError, DumpError, OSError."""
+    from vllm_accprobe.golden.checkpoint import identity, shards_of
     from vllm_accprobe.golden.stream import ANSWERS as SCORED
-    from vllm_accprobe.golden.stream import streamed
+    from vllm_accprobe.golden.stream import finished, streamed
 
+    if short := next((name for name, prompt in zip(names, ids, strict=True) if len(prompt) < 2), None):
+        raise CommandError(f"--prompts: {short} has one token: a pack needs two or more")
     lengths = [max(len(prompt) - prompts.MAX_TOKENS, 1) for prompt in ids]
     shapes = [RequestShape(n, len(prompt) - n, prompt=hash_tokens(prompt[:n]))
               for prompt, n in zip(ids, lengths, strict=True)]  # fmt: skip
     choice = rows_wanted(shapes, seed)
     small = sum(f.stat().st_size for f in model.glob("*.safetensors")) <= _SMALL
     rows = None if small else [choice.of(i) for i in range(len(ids))]
-    dump = work / DUMP
-    done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
+    dump, begun = work / DUMP, work / _BEGUN
+    about = {"checkpoint": identity(model, shards_of(model)), "prompts": [list(map(int, prompt)) for prompt in ids],
+             "names": [*names], "rows": rows}  # fmt: skip
+    text_of_run = hashlib.sha256(json.dumps(about).encode()).hexdigest() + "\n"
+    if dump.exists() and is_begun(work) and begun.read_text() != text_of_run:
+        raise CommandError(f"{work} was begun with another checkpoint, other prompts or another seed: remove it, or "
+                           "name another folder with --keep")  # fmt: skip
+    write_private(begun, text_of_run)
+    done = None  # of an earlier process, which was killed while it packed
+    if not finished(dump):
+        done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
     text = work / TEXT
     write_private(text, to_text(_cut_answers(replies.read(dump / SCORED), lengths, work / ANSWERS), 0.0, 0.0, {}))
     return done, pack(dump, out, max_bytes=max_bytes, seed=seed, prompts=text)
 
 
 def _cut_answers(scored: Sent, lengths: Sequence[int], out: Path) -> Sent:
-    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths``."""
+    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths``. What an
+    earlier run left in ``out`` is removed."""
+    shutil.rmtree(out, ignore_errors=True)
     found = [reply for reply in scored.passes[0].values() if reply.logprobs]
     cut = []
     for reply, n in zip(found, lengths, strict=True):

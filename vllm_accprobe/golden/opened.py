@@ -86,8 +86,11 @@ class PackedSketches:
             if {k: t.dtype for k, t in tensors.items()} != wanted:
                 raise DecodeError(f"{SKETCHES} has not the tensors {', '.join(wanted)}")
             self._numbers, self._norm, self.rows = (np.asarray(tensors[k].read()) for k in wanted)
-            if self._numbers.shape != (len(self._norm), NUMBERS) or self.rows.shape != (len(self.rows), 2):
+            n, rows = self._norm.shape[:1], self.rows.shape[:1]
+            if (self._norm.shape, self._numbers.shape, self.rows.shape) != (n, (*n, NUMBERS), (*rows, 2)):
                 raise DecodeError(f"{SKETCHES} has tensors of other shapes than a pack's")
+            if (self._norm < 0).any():
+                raise DecodeError(f"{SKETCHES} has a negative norm")
             self.places = {name: self._place(p) for name, p in found.places.items()}
             if any(first + n > len(self.rows) for first, n in self._lists):
                 raise DecodeError(f"{INDEX} has a list of rows that are not there")
@@ -112,6 +115,16 @@ class PackedSketches:
         first, n = self._lists[place.rows]
         at = slice(place.first, place.first + n)
         return self.rows[first : first + n], Sketch.unpacked(self._norm[at], self._numbers[at])
+
+    @property
+    def count(self) -> int:
+        """Rows of which some tensor has a sketch."""
+        return len(np.unique(self.rows, axis=0))
+
+    @property
+    def places_rows(self) -> int:
+        """Rows of all tensors, each tensor's counted apart."""
+        return sum(self._lists[place.rows][1] for place in self.places.values())
 
     def signs(self, place: SketchPlace) -> np.ndarray:
         """By which another side's rows are sketched, too."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 import time
 import zipfile
@@ -52,8 +53,8 @@ from vllm_accprobe.dump.schema import (
     rank_dir,
     segment_name,
 )
-from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, PROMPTS, SKETCHES, VERSION
-from vllm_accprobe.golden.sketch import BYTES, NUMBERS, STEP, Sketch, signs_of
+from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, MOST, PROMPTS, SKETCHES, VERSION
+from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, STEP, Sketch, signs_of
 from vllm_accprobe.whole_file import whole
 
 MB = 1_000_000
@@ -83,7 +84,7 @@ BUDGET, NARROW, NO_ROWS, OPERATORS, IMAGES, WEIGHT_ROWS, PARAMETERS, UNREADABLE 
 SKETCH_BUDGET = "sketches beyond the budget"
 CANNOT = (
     "rows that are in no full row and no sketch",
-    "in a sketched row: which elements differ, and errors below 1.3e-4 of its norm",
+    f"in a sketched row: which elements differ, and errors below {ROUNDING * 1e4:.1f}e-4 of its norm",
     "whether golden computed a row rightly whose inputs it does not hold: such a row is never acquitted",
     "which rows of a weight differ",
 )
@@ -197,9 +198,14 @@ def pack(
         share *= 0.98 * limit / len(found)
     if summary is None:
         raise DumpError(f"{opened.path}: its pack takes {len(found):,} bytes at least, more than the {limit:,} allowed")
+    for name, size in ((name, len(member)) for name, member in members.items()):
+        if size > (most := MOST.get(name.rpartition("/")[2], size)):
+            raise DumpError(f"{opened.path}: {name} of its pack has {size:,} bytes, more than the {most:,} that a pack "
+                            "may have: pack fewer prompts")  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     with whole(out, needed=len(data)) as part:
         part.write_bytes(data)
+        part.chmod(0o600)  # it has the prompts' token ids
     return replace(summary, bytes=len(data))
 
 
@@ -466,11 +472,11 @@ class _Packing:
 
     def _run(self) -> dict[str, Any]:
         """run.json without a path, a host or what a user set for one machine."""
-        run = {k: v for k, v in self.dump.run.items() if k not in ("probe", "command", "env", "argv")}
+        run = {k: v for k, v in public(self.dump.run).items() if k not in ("probe", "command", "env", "argv")}
         model = run.get("model")
         if isinstance(model, dict) and isinstance(model.get("path"), str):
             run["model"] = model | {"path": Path(model["path"]).name}
-        probe = self.dump.run.get("probe")
+        probe = public(self.dump.run.get("probe"))
         known = ("task", "tokens", "steps", "modules", "parts", "graphs", "ops", "weights")
         run["probe"] = {k: probe[k] for k in known if k in probe} if isinstance(probe, dict) else {}
         return {**run, "schema": SCHEMA, "packed": True}
@@ -501,7 +507,7 @@ class _Packing:
         of("masks", (Masks(step, by) for step, by in masks.items()))
         of("cached", (c for on, c in d.cached if on == rank))
         found += lines
-        of("skip", d.skips if rank == min(d.ranks) else ())
+        of("skip", (replace(s, reason=public(s.reason)) for s in d.skips) if rank == min(d.ranks) else ())
         of("end", [replace(e, reason="packed") for on, e in d.ends.items() if on == rank])
         return b"".join(map(encode, found))
 
@@ -568,6 +574,27 @@ class _Packing:
             ids = tuple(old.ids[i] for i in at.tolist()) if old.ids else ()
             spaces[step, new] = RowSpace(step, new, old.src_rows, tuple(_picked(old, at)), ids)
         return new
+
+
+_PART = r"[/\\][^\s/\\'\",;()]+"
+_PATH = re.compile(rf"(?<![\w:/\\.])(?:file:/{{0,2}}|~\w*|\.{{1,2}}|[A-Za-z]:)?(?:{_PART})*({_PART})")
+_BEGINS = re.compile(r"(?:~\w*|\.{1,2}|[A-Za-z]:)?[/\\]")
+
+
+def public(value: Any) -> Any:
+    """JSON without a model's ``_name_or_path``, without the folders of paths in its texts (``/home/me/adapter`` becomes
+    ``adapter``), and with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {k: public(v) for k, v in value.items() if k != "_name_or_path"}
+    if isinstance(value, (list, tuple)):
+        return [public(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if not isinstance(value, str):
+        return value
+    if _BEGINS.match(value):  # folders may have spaces
+        return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+    return _PATH.sub(lambda found: found[1][1:], value)
 
 
 def _roles(kept: _KeptCall) -> set[str]:

@@ -41,6 +41,8 @@ from vllm_accprobe.capture.padded_batch import Rectangle, language_path
 from vllm_accprobe.capture.taps.hooks import Tap, Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS, RUN_JSON, Segment, Step, hash_tokens
 from vllm_accprobe.dump.writer import DumpCheckpoint
 from vllm_accprobe.golden.checkpoint import CheckpointTensors, StreamedExperts, assign, identity, shards_of
@@ -127,6 +129,15 @@ def streamed(
         stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
         run.open(out.absolute(), resume, progress, stack)
         return run.through(progress)
+
+
+def finished(out: Path) -> bool:
+    """Whether the dump ``out`` is there and whole."""
+    try:
+        ends = open_dump(out).ends
+    except (DumpError, OSError):
+        return False
+    return bool(ends) and all(end.reason == "closed" for end in ends.values())
 
 
 class PromptRows(Rectangle):
@@ -239,16 +250,20 @@ class _StreamRun:
         Raises CommandError."""
         self._out, self._folder_of_state = out, out.with_name(out.name + ".stream")
         begun = self._read_state()
+        unsaved = begun is None and resume and self._folder_of_state.is_dir() and (out / RUN_JSON).exists()
+        if unsaved and not finished(out):  # killed before anything was saved
+            shutil.rmtree(out, ignore_errors=True)
         self._larger = begun[0]["larger"] if begun is not None else self._larger
         self._blocks.stream_experts(self._larger)
         if self._blocks.streamed:
             self._model.set_experts_implementation("eager")  # takes them by their number
-        self._check_memory(progress)
+        self._check_memory(progress, 0 if begun is None else begun[0]["files"]["payload"])
         if begun is None and (out / RUN_JSON).exists():
             raise CommandError(f"{out} already holds a dump: name another directory, or remove it")
         if begun is not None and not resume:
             raise CommandError(f"{out} is not finished: resume it, or remove it and {self._folder_of_state}")
         saved, tensors = begun if begun is not None else ({}, {})
+        self._folder_of_state.mkdir(mode=0o700, parents=True, exist_ok=True)
         modules = dict(self._model.named_modules(remove_duplicate=False))
         self._recording = Recording(
             self._config, out, self._facts(), Layouts(modules, 0, 1), self._space, rank=0, parallel=unsplit(1),
@@ -281,7 +296,8 @@ class _StreamRun:
         else:
             self._restore(saved, tensors)
 
-    def _check_memory(self, progress: Callable[[str], None]) -> None:
+    def _check_memory(self, progress: Callable[[str], None], written: int) -> None:
+        """written: bytes of the dump's payload that are there."""
         lengths = [len(prompt) for prompt in self._ids]
         scored = max(n - first + 1 for n, first in zip(lengths, self._lengths, strict=True))
         rows = max(scored, min(_CHUNK, max(lengths)))
@@ -291,6 +307,7 @@ class _StreamRun:
         disk = 2 * sum(lengths) * self._width * self._dtype.itemsize
         if not self._config.modules and "output" in self._config.parts:
             disk += 2 * stored * self._blocks.linear_bytes()
+        disk = max(disk - written, 0)
         progress(
             f"{len(self._blocks.modules)} blocks, {_gb(total)} to read, {sum(lengths):,} tokens in {len(lengths)} "
             f"prompts; memory about {_gb(need)} of {_gb(have)}, disk about {_gb(disk)}"
@@ -469,7 +486,7 @@ class _StreamRun:
         began, resumed, total = time.monotonic(), len(self._order), len(self._blocks.modules)
         layer_seconds, layer_bytes, sink = [0.0], 0, self._session.sink
         if resumed:
-            progress(f"continues behind block {resumed} of {total}, {self._order[-1]}")
+            progress(f"continues after block {resumed} of {total}, {self._order[-1]}")
         while not self._complete:
             start, read, written = time.monotonic(), self._files.read_bytes, self._payload
             replies = []
@@ -574,7 +591,7 @@ class _StreamRun:
         session = getattr(self, "_session", None)
         reason = self._stop_reason or (session.dead if session is not None else None)
         if reason:
-            raise CommandError(f"{self._out}: {reason}; the same command continues behind block {len(self._order)}")
+            raise CommandError(f"{self._out}: {reason}; the same command continues after block {len(self._order)}")
 
     def _identity(self) -> dict[str, str]:
         import transformers
@@ -612,7 +629,6 @@ class _StreamRun:
             "order": self._order, "complete": self._complete, "prompts": prompts, "fired": sorted(self._session.fired),
             "tensors": sink.tensors, "steps": sink.steps, "skipped": [[*key, n] for key, n in sink.skipped.items()],
         }  # fmt: skip
-        self._folder_of_state.mkdir(mode=0o700, exist_ok=True)
         with whole(self._folder_of_state / _STATE) as part:
             save_file(tensors, part, {"accprobe": json.dumps(saved)})
             part.chmod(0o600)

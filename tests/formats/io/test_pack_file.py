@@ -1,18 +1,22 @@
 """Packs of strangers: each is one line, nothing is written outside, and nothing is inflated beyond what a pack has."""
 
+import errno
 import hashlib
 import json
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pack_dumps import packed
+from safetensors.numpy import load, save
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats.io import pack_file
 from vllm_accprobe.formats.io.pack_file import INDEX, MANIFEST, SKETCHES, PackAltered, unpack, verify
 from vllm_accprobe.golden.opened import open_pack
 
@@ -60,6 +64,22 @@ def header(data: bytes, **change: object) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + n :]
 
 
+def noise(n: int) -> bytes:
+    return np.random.default_rng(0).bytes(n)
+
+
+def sketched(
+    members: Members, name: str, *, shape: list[int] | None = None, columns: int = 1, sign: int = 1
+) -> Members:
+    """With the sketches' tensor ``name`` in another form."""
+    tensors = load(dict(members)[SKETCHES])
+    found = tensors[name] * np.array(sign, tensors[name].dtype)
+    if columns > 1:
+        found = np.stack([found] * columns, axis=1)
+    tensors[name] = found if shape is None else np.ones(shape, found.dtype)
+    return signed(put(members, SKETCHES, save(tensors)))
+
+
 ALTERED: dict[str, tuple[Callable[[Members], Members], str]] = {
     "another hash": (lambda m: put(m, JOURNAL, dict(m)[JOURNAL][:-2] + b" \n"), "another hash"),
     "another size": (lambda m: put(m, JOURNAL, dict(m)[JOURNAL] + b"\n"), "and its manifest says"),
@@ -72,9 +92,12 @@ REFUSED: dict[str, tuple[Callable[[Members], Members], str]] = {
     "a path by a rank": (lambda m: signed([*m, ("rank0000/../../evil", b"x")]), "which no pack has"),
     "code": (lambda m: signed([*m, ("rank0000/run.py", b"x")]), "which no pack has"),
     "a member twice": (lambda m: [*m, (JOURNAL, b"")], "twice"),
-    "a bomb": (lambda m: signed(put(m, JOURNAL, bytes(300 << 20))), "would inflate to 314,572,800 bytes"),
+    "a bomb": (lambda m: signed(put(m, JOURNAL, bytes(300 << 20))), "has 314,572,800 bytes"),
+    "a large run.json": (lambda m: signed(put(m, "run.json", bytes(5 << 20))), "run.json has 5,242,880 bytes"),
+    "a large index": (lambda m: signed(put(m, INDEX, noise(9 << 20))), f"{INDEX} has 9,437,184 bytes"),
+    "a large directory": (lambda m: [*m, *((f"x{i}" + "x" * 60_000, b"") for i in range(20))], "directory is damaged"),
     "no manifest": (lambda m: m[1:], "it has no manifest.json"),
-    "a manifest of another kind": (lambda m: signed(m, kind="x"), "not that of an accprobe golden pack"),
+    "a manifest of another kind": (lambda m: signed(m, kind="x"), "not the manifest of a golden pack"),
     "a later schema": (lambda m: signed(m, schema=99), "upgrade it"),
     "no JSON": (lambda m: put(m, MANIFEST, b"{"), "cannot be used"),
     "deep JSON": (lambda m: put(m, MANIFEST, b"[" * 100_000), "nested too deep"),
@@ -93,6 +116,9 @@ SKETCHED: dict[str, tuple[Callable[[Members], Members], str]] = {
         "dtype": "I16", "shape": [0], "data_offsets": [0, 0]}))), "has not the tensors"),
     "a lying header": (lambda m: signed(put(m, SKETCHES, header(dict(m)[SKETCHES], numbers={
         "dtype": "I16", "shape": [1 << 40, 16], "data_offsets": [0, 1 << 45]}))), "cannot be used"),
+    "a norm without rows": (lambda m: sketched(m, "norm", shape=[]), "other shapes"),
+    "norms in two columns": (lambda m: sketched(m, "norm", columns=2), "other shapes"),
+    "a negative norm": (lambda m: sketched(m, "norm", sign=-1), "a negative norm"),
     "other sketches": (lambda m: signed(m, sketch={"numbers": 8}), "of another kind"),
 }  # fmt: skip
 
@@ -111,6 +137,7 @@ def test_what_is_refused_before_it_is_used(good: Members, tmp_path: Path, how: s
             assert str(path) in str(error.value)
             assert (type(error.value) is PackAltered) is (how in ALTERED)
     assert [p.name for p in tmp_path.rglob("evil")] == []
+    assert list((tmp_path / "into").rglob("*")) == []
 
 
 @pytest.mark.parametrize("how", SKETCHED)
@@ -143,6 +170,35 @@ def test_a_size_that_directory_and_manifest_lie_about(good: Members, tmp_path: P
     data[at + 24 : at + 28] = struct.pack("<I", 10)
     path.write_bytes(data)
     assert (unpack(path, tmp_path)[1] / "dump" / JOURNAL).stat().st_size == 10
+
+
+def test_a_header_beyond_any_file(good: Members, tmp_path: Path) -> None:
+    """zip64's offset of a local header is 2**64 - 1."""
+    path = written(tmp_path / "x.golden", good)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        directory, count = archive.start_dir, len(good)
+    at = data.rfind(JOURNAL.encode()) - 46
+    name = at + 46 + len(JOURNAL)
+    extra = struct.pack("<HHQ", 1, 8, (1 << 64) - 1)
+    entry = data[at : at + 30] + struct.pack("<H", len(extra)) + data[at + 32 : at + 42] + b"\xff" * 4
+    lying = data[:at] + entry + data[at + 46 : name] + extra + data[name:-22]
+    end = data[-22:-10] + struct.pack("<II", len(lying) - directory, directory) + b"\0\0"
+    path.write_bytes(lying + end)
+    assert count == int.from_bytes(end[10:12], "little")
+    with pytest.raises(DumpError, match="is not where the archive's directory says"):
+        verify(path)
+
+
+def test_no_room_to_unpack(good: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Iterator[bytes]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = written(tmp_path / "x.golden", good)
+    monkeypatch.setattr(pack_file, "_pieces", full)
+    with pytest.raises(DumpError, match=r"cannot unpack .*x.golden into .*: No space left"):
+        unpack(path, tmp_path / "into")
+    assert list((tmp_path / "into").iterdir()) == []
 
 
 def test_any_command_opens_the_full_rows(good: Members, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.reader import open_dump as open_own
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 from vllm_accprobe.formats.io.plain_file import FileProblem
-from vllm_accprobe.formats.io.zipindex import DEFLATED, Unpacker, ZipMember, index, too_much
+from vllm_accprobe.formats.io.zipindex import Unpacker, ZipMember, index, too_much
 
 KIND = "accprobe golden pack"
 VERSION = 1
@@ -35,8 +36,11 @@ MANIFEST, INDEX, SKETCHES, PROMPTS = "manifest.json", "sketches.json", "sketches
 MOST_BYTES = 1 << 30
 """Of a pack, and of what is in it: a hundred times what one should have."""
 MOST_TEXT = 256 << 20
-"""Of a member of text, and of all of them together."""
+"""Of all members of text together."""
+MOST = {RUN_JSON: 4 << 20, INDEX: 8 << 20, PROMPTS: 64 << 20, JOURNAL: 64 << 20}
+"""Of a member of text, by the last part of its name: decoded JSON takes many times its bytes."""
 _MOST_MANIFEST = 4 << 20
+_MOST_DIRECTORY = 1 << 20
 _HEAD = 64
 _MEMBER = re.compile(
     rf"rank\d{{4,9}}/(?:{re.escape(JOURNAL)}|seg-\d{{5}}\.safetensors)|"
@@ -98,7 +102,7 @@ def _checked(path: Path) -> Iterator[tuple[int, dict[str, Any], dict[str, ZipMem
         size = os.fstat(fd).st_size
         if size > MOST_BYTES:
             raise DumpError(f"{path} has {size:,} bytes: a pack has {MOST_BYTES:,} at most")
-        members = index(fd, size, once=True)
+        members = index(fd, size, once=True, most=_MOST_DIRECTORY)
         if MANIFEST not in members:
             raise DumpError(f"{path} is no golden pack: it has no {MANIFEST}")
         manifest = _manifest(path, members.pop(MANIFEST).read(fd, _MOST_MANIFEST))
@@ -116,7 +120,7 @@ def _manifest(path: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise DecodeError(f"it is not that of an {KIND}")
+            raise DecodeError("this is not the manifest of a golden pack")
         if found.get("schema") != VERSION:
             raise DecodeError(f"its schema is {str(found.get('schema'))[:20]}, and this accprobe reads {VERSION}: "
                               "upgrade it")  # fmt: skip
@@ -144,9 +148,10 @@ def _check_names(path: Path, members: Mapping[str, ZipMember], manifest: Mapping
     for name, m in members.items():
         if m.size != listed[name]["bytes"]:
             raise PackAltered(f"{path}: {name} has {m.size:,} bytes, and its manifest says {listed[name]['bytes']:,}")
-        text += m.size if m.method == DEFLATED else 0
-        if too_much(m.packed, m.size) or text > MOST_TEXT or m.size > MOST_BYTES:
-            raise DumpError(f"{path}: {name} would inflate to {m.size:,} bytes, more than a pack has: it is not used")
+        most = MOST.get(name.rpartition("/")[2])
+        text += m.size if most is not None else 0
+        if too_much(m.packed, m.size) or text > MOST_TEXT or m.size > (most or MOST_BYTES):
+            raise DumpError(f"{path}: {name} has {m.size:,} bytes, more than a pack has: it is not used")
     if sum(m.size for m in members.values()) > MOST_BYTES:
         raise DumpError(f"{path} holds more than {MOST_BYTES:,} bytes: it is not used")
 
@@ -166,20 +171,26 @@ def _pieces(path: Path, fd: int, member: ZipMember, manifest: Mapping[str, Any])
 def unpack(path: Path, into: Path) -> tuple[dict[str, Any], Path]:
     """Writes the members to a new folder in ``into``; returns the manifest and the folder. Raises DumpError for what is
     no pack, or is not what its manifest says."""
-    home = into / path.name.replace(os.sep, "_")
+    home = into / "pack"
     number = 1
     while home.exists():
         number += 1
-        home = into / f"{path.name}.{number}"
+        home = into / f"pack.{number}"
     with _checked(path) as (fd, manifest, members):
-        home.mkdir(mode=0o700, parents=True)
-        for name, member in members.items():
-            target = home / (name if name in (INDEX, SKETCHES, PROMPTS) else f"{_DUMP}/{name}")
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            out = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(out, "wb") as f:
-                for piece in _pieces(path, fd, member, manifest):
-                    f.write(piece)
+        try:
+            home.mkdir(mode=0o700, parents=True)
+            for name, member in members.items():
+                target = home / (name if name in (INDEX, SKETCHES, PROMPTS) else f"{_DUMP}/{name}")
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                out = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+                with os.fdopen(out, "wb") as f:
+                    for piece in _pieces(path, fd, member, manifest):
+                        f.write(piece)
+        except BaseException as e:
+            shutil.rmtree(home, ignore_errors=True)
+            if isinstance(e, OSError) and not isinstance(e, DumpError):
+                raise DumpError(f"cannot unpack {path} into {into}: {e.strerror or e}") from None
+            raise
     return manifest, home
 
 

@@ -52,6 +52,8 @@ class ZipMember:
 
     def data(self, fd: int) -> int:
         """Where its bytes, packed or not, begin in the file."""
+        if self.header > os.fstat(fd).st_size:  # pread takes no offset beyond 2**63
+            raise ZipError(f"{self.name[:60]!r} is not where the archive's directory says")
         local = os.pread(fd, 30, self.header)
         if len(local) < 30 or local[:4] != _LOCAL:
             raise ZipError(f"{self.name[:60]!r} is not where the archive's directory says")
@@ -120,13 +122,14 @@ class Unpacker:
                 return piece
 
 
-def index(fd: int, size: int, *, once: bool = False) -> dict[str, ZipMember]:
-    """The members by name; of several with one name the first, or, with ``once``, an error. Raises ZipError."""
+def index(fd: int, size: int, *, once: bool = False, most: int = MAX_DIRECTORY) -> dict[str, ZipMember]:
+    """The members by name; of several with one name the first, or, with ``once``, an error. most: bytes of the
+    directory. Raises ZipError."""
     tail_at, tail = _end_record(fd, size)
     count, length, start = struct.unpack_from("<HII", tail, 10)
     if count == _FULL16 or _FULL32 in (length, start):
         count, length, start = _zip64(fd, tail_at)
-    if length > MAX_DIRECTORY or start + length > size or count * 46 > length:
+    if length > most or start + length > size or count * 46 > length:
         raise ZipError("its directory is damaged")
     data = _exactly(fd, start, length)
     members: dict[str, ZipMember] = {}
