@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,10 @@ import pytest
 from pack_dumps import dump, judged, packed
 from synthetic_model import scaled
 
+from vllm_accprobe.align.derived import Derived, derive
 from vllm_accprobe.comparison.engine import calibrate, compare
-from vllm_accprobe.golden.estimated import ESTIMATED, GOLDEN_NONFINITE, compared_sides, is_routed
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.golden.estimated import ESTIMATED, GOLDEN_NONFINITE, _sketches_of, compared_sides, is_routed
 from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import pack
 from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
@@ -172,3 +175,19 @@ def test_a_proved_row_is_excused_only_where_the_pack_holds_it(golden: tuple[Path
     found = decide(result, ReplayResult((blame,), (), (), frozenset(), 1))
     assert [o["module"] for o in found.origins] == ([] if held else [TAP])
     assert found.verdict == ("pass" if held else "fail")
+
+
+def test_a_renamed_tensor_has_the_sketches_of_its_own_name(golden: tuple[Path, Path], tmp_path: Path) -> None:
+    """A float32 golden's input of down_proj is vLLM's output of act_fn; transformers' own act_fn is another tensor."""
+    sketches = open_pack(golden[1], tmp_path)
+    with closing(open_dump(golden[0])) as opened:
+        own, other = (next(r for r in opened.records if (r.tap, r.role) == (f"model.layers.1.{tap}", "output.0"))
+                      for tap in ("mlp.down_proj", "self_attn"))  # fmt: skip
+    key = other.tap, other.role, other.call
+    renamed, joined = derive([own], *key[:2]), derive([own, own], *key[:2], dim=1)
+    assert isinstance(renamed, Derived)
+    assert isinstance(joined, Derived)
+    places = sketches.sketches.places
+    assert _sketches_of(sketches, other, key) == places[f"{other.tap}/output.0#0"] != places[f"{own.tap}/output.0#0"]
+    assert _sketches_of(sketches, renamed, key) == places[f"{own.tap}/output.0#0"]
+    assert _sketches_of(sketches, joined, key) is None

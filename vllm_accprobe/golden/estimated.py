@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.data_flow import OUTPUT, is_choice, is_logits, kind_of
+from vllm_accprobe.align.derived import Derived
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import POSITION_BITS, identity
@@ -37,6 +38,7 @@ from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
 from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.io.pack_file import is_pack
 from vllm_accprobe.golden.opened import GoldenPack, open_pack
 from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name
@@ -181,6 +183,17 @@ class _SketchedTensor:
         return "mine" if golden.all() else "one side" if golden.any() else "golden"
 
 
+def _sketches_of(pack: GoldenPack, first: Record, key: tuple[str, str, int]) -> SketchPlace | None:
+    """The sketches of a tensor under the name that its own tool has for it (transformers' input of down_proj is vLLM's
+    output of act_fn); None of one that a mapping puts together of several."""
+    while isinstance(first, Derived):
+        if len(first.parts) != 1 or first.transpose:
+            return None
+        first = first.parts[0]
+        key = first.tap, first.role, first.call
+    return pack.sketches.places.get(place_name(key))
+
+
 class _Estimates:
     """All sketched rows of a comparison."""
 
@@ -224,9 +237,9 @@ class _Estimates:
     # --- rows of both sides ----------------------------------------------------------------------------------------
 
     def _place(self, unit: Unit) -> _SketchedTensor | None:
-        packs, keys = self._sides.packs, (unit.golden_key, unit.key)
-        stored = [p.sketches.places.get(place_name(k)) if p is not None else None
-                  for p, k in zip(packs, keys, strict=True)]  # fmt: skip
+        packs = self._sides.packs
+        firsts = (unit.golden[0].first, unit.golden_key), (unit.mine[0].first, unit.key)
+        stored = [None if p is None else _sketches_of(p, *first) for p, first in zip(packs, firsts, strict=True)]
         side = 0 if stored[0] is not None else 1
         place, pack = stored[side], packs[side]
         if place is None or pack is None or not all(
