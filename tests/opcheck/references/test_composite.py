@@ -11,7 +11,7 @@ import torch
 from reference_calls import drawer, evaluated
 
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.composite import child_value, first, routed_factor
+from vllm_accprobe.opcheck.references.composite import BY_OWN_CODE, LEFT_OUT, child_value, first, routed_factor
 
 draw = drawer(3)
 A, B, X, M, GATE = draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 1)
@@ -108,6 +108,31 @@ def test_a_block_gives(name: str) -> None:
     for role, y in wanted.items():
         torch.testing.assert_close(found[role].value, y, rtol=1e-15, atol=0.0)
         assert (found[role].unit == 0.0) == any(y is t for t in (A, B))  # what is handed on must be equal
+
+
+HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}
+FORGETS = {"forward": {"output.0": "((hidden_states + self_attn[0]) + mlp[0])"}}
+HALVES = {"forward": {"output.0": "((hidden_states + (self_attn[0] * 0.5)) + (mlp[0] * 0.5))"}}
+BARE, TIMES = {"forward": {"output.0": "down_proj[0]"}}, {"forward": {"output.0": "(down_proj[0] * 0.5)"}}
+PARTS = {"self_attn": A, "mlp": M}
+
+
+@pytest.mark.parametrize(("call", "value", "note", "unseen"), [
+    (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=FORGETS), X + A / 2 + M / 2, True, False),
+    (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=HALVES), X + A / 2 + M / 2, False, False),
+    (block("OddDecoderLayer", X, PARTS, x=X, attrs=HALVES), X + A / 2 + M / 2, False, False),
+    (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=BARE), B / 2, True, False),
+    (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=TIMES), B / 2, False, False),
+    (block("OddMLP", X, {"expert_gate": GATE, "down_proj": B}, attrs=BARE), B, False, True),
+    (block("OddMLP", X, {"down_proj": B}, attrs=BARE), B, False, False),
+])  # fmt: skip
+def test_own_code_is_not_right_without_what_config_or_parts_require(
+    call: Call, value: torch.Tensor, note: bool, unseen: bool
+) -> None:
+    found = evaluated(call)["output.0"]
+    torch.testing.assert_close(found.value, value, rtol=1e-15, atol=0.0)
+    assert (found.note == LEFT_OUT, found.unseen.startswith(LEFT_OUT)) == (note, unseen)
+    assert found.source == ("" if note else BY_OWN_CODE)
 
 
 @pytest.mark.parametrize("name", DECLINED)

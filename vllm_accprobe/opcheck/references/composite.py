@@ -183,8 +183,16 @@ def by_formula(call: Call) -> dict[str, Expected]:
     return only(of_code(call), unseen="" if own is None else f"what its own code computes for {own} was not followed")
 
 
+BY_OWN_CODE = "checked against its own source code: whether that code is right, only a golden shows"
+LEFT_OUT = "its source code leaves out what its configuration or parts require"
+
+
 def of_code(call: Call) -> dict[str, Expected]:
     """Outputs by their formulas. Raises Declined."""
+    return only(_of_code(call), source=BY_OWN_CODE)
+
+
+def _of_code(call: Call) -> dict[str, Expected]:
     texts = call.attrs.get(FORWARD)
     if not isinstance(texts, dict) or not all(isinstance(t, str) for t in texts.values()):
         raise Declined(NO_FORMULA)
@@ -304,26 +312,52 @@ def _errors(e: Any) -> tuple[Any, Any]:
     return (zero, zero) if isinstance(e, float) or e.noise is None else (e.noise, e.bound)
 
 
-def by_class(call: Call, usual: Callable[[Call], Mapping[str, Expected]], note: str = "") -> dict[str, Expected]:
+Usual = Callable[[Call], Mapping[str, Expected]]
+
+
+def by_class(
+    call: Call, usual: Usual, note: str = "", *, factor: bool = False, part: bool = False
+) -> dict[str, Expected]:  # fmt: skip
     """By the block's own code where the capture recorded it, else what blocks of such a class usually do, with
-    ``note``; without one, only where that is what it gave: code that could not be followed may do more."""
+    ``note``; without one, only where that is what it gave: code that could not be followed may do more. factor, part:
+    the configuration has a factor, or the block a gate, that ``usual`` applies: the code must agree with it."""
     code = call.attrs.get(FORWARD)
     if code:
         try:
-            return of_code(call)
+            found = of_code(call)
         except Declined:
             if "output.0" in code:
                 raise
-    found = usual(call)
+        else:
+            return _as_required(call, found, usual, factor) if factor or part else found
+    by_name = usual(call)
     if code is not None and not note:
-        found = {role: e for role, e in found.items() if torch.equal(e.value, call.outputs[role].double())}
-        decline_if(not found, NOT_HANDED_ON)
-    return only(found, note=note)
+        by_name = {role: e for role, e in by_name.items() if torch.equal(e.value, call.outputs[role].double())}
+        decline_if(not by_name, NOT_HANDED_ON)
+    return only(by_name, note=note)
+
+
+def _as_required(call: Call, found: Mapping[str, Expected], usual: Usual, factor: bool) -> dict[str, Expected]:
+    """``found`` by a block's own code. Outputs that ``usual`` gives otherwise must be those of ``usual`` where the
+    configuration has a ``factor``, and are not right by their code elsewhere."""
+    try:
+        due = usual(call)
+    except Declined:
+        return dict(found)
+    other = {role: e for role, e in due.items() if role in found and e.value.shape == found[role].value.shape
+             and not torch.allclose(e.value, found[role].value, rtol=_SAME, atol=_SAME)}  # fmt: skip
+    if factor:
+        return {**found, **only(other, note=LEFT_OUT)}
+    return {**found, **{role: replace(found[role], unseen=f"{LEFT_OUT} (a golden decides)") for role in other}}
+
+
+_SAME = 1e-9
+"""Two formulas of one value in float64 differ by less."""
 
 
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_layer, BY_NAME)
+    return by_class(call, _usual_layer, BY_NAME, factor=residual_factor(call) != 1.0)
 
 
 def _usual_layer(call: Call) -> dict[str, Expected]:
@@ -381,15 +415,22 @@ def _with_recurrence(call: Call, found: dict[str, Expected]) -> dict[str, Expect
 
 @reference("*MLP")
 def mlp(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_mlp, BY_NAME)
+    return by_class(call, _usual_mlp, BY_NAME, factor=_down_factor(call) is not None, part=bool(_gates(call)))
+
+
+def _gates(call: Call) -> list[Any]:
+    return [r for path, role, r in call.extra.get("children", ()) if (path, role) == ("expert_gate", "output.0")]
+
+
+def _down_factor(call: Call) -> Any:
+    """What an MLP multiplies its output with (Falcon H1), else None."""
+    return call.attrs.get("down_multiplier", (call.config.get("mlp_multipliers") or (None, None))[-1])
 
 
 def _usual_mlp(call: Call) -> dict[str, Expected]:
-    gates = [f for f in inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
-    if gates:
-        return {"output.0": _gated(call, gates[-1][2])}
-    found = _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h")
-    factor = call.attrs.get("down_multiplier", (call.config.get("mlp_multipliers") or (None, None))[-1])
+    if gates := _gates(call):
+        return {"output.0": _gated(call, gates[-1])}
+    found, factor = _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h"), _down_factor(call)
     if factor is None or "output.0" not in found:
         return found
     return found | {"output.0": Expected(float(factor) * found["output.0"].value)}
