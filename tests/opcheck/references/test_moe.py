@@ -11,8 +11,9 @@ from opcheck.samples.modules import experts_call
 from opcheck.samples.sample import Draw
 from reference_calls import drawer, evaluated
 
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.references.moe import dense, route
+from vllm_accprobe.opcheck.references.moe import dense, route, routed
 
 draw = drawer(3)
 
@@ -62,6 +63,19 @@ def test_ties_decide_nothing() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 1.0, 2.0]], dtype=torch.float64)
     assert route(logits, 1)[1].tolist() == [False, True]
     assert route(logits, 2)[1].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("base", [0.0, 25.0])
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.05, False)])
+def test_a_factor_on_softmax_weights_is_found_however_large_the_logits_are(
+    base: float, factor: float, passed: bool
+) -> None:
+    """The noise of a log softmax in float32 is small, and each row has its own."""
+    logits = (draw(64, 60) * 2 + base).bfloat16()
+    value, ids = logits.double().softmax(-1).topk(6, -1)
+    settings = {"scoring": "softmax", "renormalize": False}
+    expected = routed(logits, ids, 2.0**-9, settings)
+    assert OutputRows.of(expected, (value * factor).bfloat16(), 0).judge("bfloat16").passed is passed
 
 
 LOGITS = draw(12, 3)

@@ -241,13 +241,13 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
     weights, clear = route(logits.double(), ids.shape[1], tie=4 * step, **settings)
     at = ids.long().clamp(min=0)
     value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
-    size, shared = 2.0 * step, 0.0
+    size: Any = 2.0 * step
     if settings.get("scoring") == _SOFTMAX and not settings.get("renormalize"):  # perhaps e**(x - log sum e**x)
         total = logits.double().logsumexp(-1, keepdim=True)
-        size = step * (2.0 + (logits.double().gather(1, at) - total).abs())
-        shared = step * float(total.abs().amax()) if len(total) else 0.0
-    return Expected(value, size * value, unit=step, common=2 * step + shared, rows=clear, reason=TIED,
-                    bound=(step + size + shared + 2.0 * APPROXIMATE) * value + subnormal(step))  # fmt: skip
+        fine = min(step, 2.0**-24)  # in float32
+        size = size + fine * ((logits.double().gather(1, at) - total).abs() + total.abs())
+    return Expected(value, size * value, unit=step, common=2.0 * step, rows=clear, reason=TIED,
+                    bound=(step + size + 2.0 * APPROXIMATE) * value + subnormal(step))  # fmt: skip
 
 
 def _routing(call: Call, experts: int) -> Expected:

@@ -215,7 +215,7 @@ def _against_checkpoint(
             continue
         due = row_keys(_bits(piece))
         kind = any_layers(*place[1:])
-        order = _turned_rows(place[1], module) if turned else _NO_ORDER
+        order = _turned_rows(place[1], module) if turned and place[2] == "weight" else _NO_ORDER
         if order is None:
             out.unchecked[OWN_FORM] += 1
             continue
