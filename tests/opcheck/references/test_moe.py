@@ -65,13 +65,12 @@ def test_ties_decide_nothing() -> None:
     assert route(logits, 2)[1].tolist() == [True, False]
 
 
-@pytest.mark.parametrize("base", [0.0, 25.0])
-@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.2, False)])
-def test_a_factor_on_softmax_weights_is_found_however_large_the_logits_are(
-    base: float, factor: float, passed: bool
-) -> None:
-    """Each row has its own error of e**(x - log sum e**x) in bfloat16, which may be as large as logits are."""
-    logits = (draw(64, 60) * 2 + base).bfloat16()
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.1, False)])
+def test_a_factor_on_softmax_weights_is_found_where_one_row_has_large_logits(factor: float, passed: bool) -> None:
+    """Each row has its own error of e**(x - log sum e**x) in bfloat16, which grows with its logits."""
+    logits = draw(64, 60) * 2
+    logits[0] += 60.0
+    logits = logits.bfloat16()
     value, ids = logits.double().softmax(-1).topk(6, -1)
     total = logits.double().logsumexp(-1, keepdim=True).bfloat16()
     narrow = (logits - total).exp().double().gather(1, ids)
