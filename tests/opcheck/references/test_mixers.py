@@ -177,14 +177,14 @@ def mixed(window: State, state: State) -> State:
 
 WRONG: dict[str, tuple[int, Callable[[Case], Mapping[str, State]], str]] = {
     "left": (1, lambda c: {"a": c.behind("old", 9)},
-             "with its state at the first token of request 'a' not zero but what request 'old' left"),
+             "if its state at the first token of request 'a' was not reset: it is the final state of request 'old'"),
     "exchanged": (3, lambda c: {"a": c.behind("b", 7), "b": c.behind("a", 9)},
                   "with its state of request 'a' taken from request 'b' before position 9"),
     "the step before": (3, lambda c: {"b": c.run("b", 6, 7, c.behind("a", 8))[1]},
                         "with its state of request 'b' taken from request 'a' before position 6"),
-    "lost": (3, lambda c: {"a": none(c.cls)}, "with its state of request 'a' lost before position 9 (zero)"),
+    "lost": (3, lambda c: {"a": none(c.cls)}, "with its state of request 'a' reset to zero before position 9"),
     "old": (3, lambda c: {"a": c.behind("a", 8)},
-            "with its state of request 'a' at position 9 as behind position 7 (not written since)"),
+            "with its state of request 'a' at position 9 not updated since position 7"),
     "state alone": (2, lambda c: {"a": mixed(c.behind("a", 8), c.behind("b", 6))},
                     "with the recurrence's state of request 'a' taken from request 'b' before position 8"),
     "window alone": (2, lambda c: {"a": mixed(c.behind("b", 6), c.behind("a", 8))},
@@ -206,8 +206,8 @@ def test_a_convolution_alone_has_a_window_alone() -> None:
     case = Case("ShortConv")
     found = search([trial(case.call(3, {"a": case.behind("a", 8)}))], state_causes.CAUSES)
     assert found is not None
-    assert found.text.endswith("with the convolution's last inputs of request 'a' at position 9 as behind position 7 "
-                               "(not written since)")  # fmt: skip
+    assert found.text.endswith("with the convolution's last inputs of request 'a' at position 9 not updated since "
+                               "position 7")  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text"), [("dt_bias", "without the bias of its time step"),

@@ -502,6 +502,9 @@ class Neighbours:
             extra["router"] = {k.removeprefix("router."): v for k, v in found if k.startswith("router.")}
         if (what.config or {}).get("routed_scaling_factor") or "routed_scaling_factor" in what.attrs:
             extra["factors"] = self._factors(rank, tap)
+        if isinstance(own := what.attrs.get("impl.sinks"), list):  # its kernel's object has a copy of the parameter
+            sinks = parameters.of(rank, tap.rpartition(".")[0]).get("sinks")
+            extra |= {"parent_sinks": sinks.double()} if sinks is not None and sinks.shape == (len(own),) else {}
         if what.cls in KINDS:
             inner = {child: parameters.of(rank, f"{tap}.{child}") for child in _WITH_WEIGHTS}
             extra["inner_params"] = {f"{child}.{n}": t for child, of in inner.items() for n, t in of.items()}

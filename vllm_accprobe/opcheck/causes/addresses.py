@@ -323,7 +323,7 @@ CAUSES = (
     CauseRow("one_call_before", ADDRESS, ANY, "one call before (its output was not written in this one)",
              _call_before, _before, whole=True),
     CauseRow("other_offset", ADDRESS, ("OPTLearnedPositionalEmbedding",),
-             "with position 0 at row {0} of its table", lambda t, n: edited(t.call, attrs={"offset": n}),
+             "with a table offset of {0}", lambda t, n: edited(t.call, attrs={"offset": n}),
              lambda t: among(n for n in range(5) if n != t.call.attrs.get("offset", 2))),
     CauseRow("view_read_as_contiguous", ADDRESS, RMS,
              "of its input read without the gaps of its view (each token has {0} heads in memory)", _as_contiguous,

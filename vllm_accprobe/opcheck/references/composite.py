@@ -42,16 +42,12 @@ from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, we
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, rounded, sum_of_two
 
 Inside = Sequence[tuple[str, str, Any]]
-NOT_HANDED_ON = "a block whose parts do not tell what it hands on"
+NOT_HANDED_ON = "the output of this block does not follow from the captured outputs of its submodules"
 """Why a block is declined."""
-UNSEEN = (
-    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
-    "were not computed again"
-)
+UNSEEN = "only its output projection was checked: its convolution and recurrence were not recomputed"
 """Why a block is not right by what its last part gave."""
 
-BY_NAME = "by its class's name: what its own code does was not recorded"
-"""As run/result_row.py has it, which a generated test does not have."""
+BY_NAME = "assumed from its class name; its source code was not analysed"
 
 
 def inside(call: Call) -> Inside:
@@ -179,8 +175,9 @@ _FEW_VALUED = 8.0**-0.5 * 2.0
 def by_formula(call: Call) -> dict[str, Expected]:
     """What the block's own code makes of its inputs and its parts' outputs, by the formulas that the capture read in
     its source (capture/taps/formulas.py)."""
-    own = call.attrs.get(FORWARD, {}).get("own_code")
-    return only(of_code(call), unseen="" if own is None else f"what its own code computes for {own} was not followed")
+    found, own = of_code(call), call.attrs[FORWARD].get("own_code")
+    why = "" if own is None else f"the inputs of {own[:_SHORT]} are computed by code that could not be analysed"
+    return only(found, unseen=why)
 
 
 BY_OWN_CODE = "checked against its own source code: whether that code is right, only a golden shows"
@@ -210,6 +207,7 @@ class Formula:
     def __init__(self, call: Call, role: str):
         self._call, self._shape = call, call.outputs[role].shape
         self._size = math.prod(self._shape)
+        self._read: dict[tuple[str, int], Expected] = {}
 
     def expected(self, text: str) -> Expected:
         try:
@@ -220,7 +218,7 @@ class Formula:
             raise Declined(NO_FORMULA)
         try:
             y = self._value(tree)
-        except RecursionError:
+        except (RecursionError, ArithmeticError):
             raise Declined(NO_FORMULA) from None
         if not isinstance(y, Expected):
             raise Declined(NO_FORMULA)
@@ -233,6 +231,9 @@ class Formula:
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return float(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            value = self._value(node.operand)
+            return -value if isinstance(value, float) else value
         if isinstance(node, ast.Name):
             return self._here(self._call.tensor(node.id, node.id.removeprefix("_")))
         if isinstance(node, ast.Subscript):
@@ -255,6 +256,11 @@ class Formula:
         return [r for p, found, r in inside(self._call) if (p, found) == (path, role)]
 
     def _output(self, path: str, k: int) -> Expected:
+        if (path, k) not in self._read:
+            self._read[path, k] = self._once(path, k)
+        return self._read[path, k]
+
+    def _once(self, path: str, k: int) -> Expected:
         found, read = self._records(path, f"output.{k}"), self._call.extra.get("read")
         if len(found) != 1 or read is None:
             raise Declined(f"{path} was called {len(found)} times" if len(found) > 1 else f"{path} was not captured")
@@ -293,7 +299,7 @@ class Formula:
 
 
 NO_FORMULA = "a block whose formula this release does not know"
-_LONGEST = 4000
+_LONGEST, _SHORT = 4000, 200
 _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
@@ -334,7 +340,7 @@ def by_class(
     if code is not None and not note:
         by_name = {role: e for role, e in by_name.items() if torch.equal(e.value, call.outputs[role].double())}
         decline_if(not by_name, NOT_HANDED_ON)
-    return only(by_name, note=note)
+    return only(by_name, note=note, by_name=bool(note))
 
 
 def _as_required(call: Call, found: Mapping[str, Expected], usual: Usual, factor: bool) -> dict[str, Expected]:

@@ -31,7 +31,8 @@ samples, which have a leading dimension."""
 INSIDE = "inside."
 SAMPLES = 8
 _LONGEST = 1 << 30
-"""Chosen: numbers of a state times rows of a call, a few seconds; a longer call has no reference."""
+"""Chosen: numbers of a state times rows of a call, a few seconds; requests beyond it have no reference."""
+_TOO_LONG = "a recurrence that is too long to be computed again here"
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,15 @@ def carried(call: Call) -> dict[str, Expected]:
     stored = 0.0 if call.extra.get("wide_state") else unit
     found = {role: RowResults(len(call.outputs[role])) for role in roles}
     size = max(1, *(torch.Size(mixer.state).numel(), mixer.channels))
-    other = call.extra.get("start")
+    other, left, long = call.extra.get("start"), _LONGEST, False
     for at, positions, past in cache.requests():
         first, stop = int(positions[0]), len(positions) + int(positions[0])
         known: dict[int, tuple[State, State | None]] = past.get(CARRIED, {})
         begun = max((n for n in known if n <= first), default=0)
-        decline_if((stop - begun) * size > _LONGEST, "a recurrence that is too long to be computed again here")
+        if (stop - begun) * size > left:
+            long = True
+            continue
+        left -= (stop - begun) * size
         plain: tuple[State, State | None] = known.get(begun, (mixer.zero(), None))
         state: tuple[State, State | None] = both(mixer, unit, stored, past, (begun, first), plain)[1]
         if other is not None and (instead := other(at, positions)) is not None:
@@ -198,11 +202,11 @@ def carried(call: Call) -> dict[str, Expected]:
     made = {}
     for role, rows in found.items():
         if not rows.parts:
-            raise Declined(cache.why or "no row has its whole history in the dump")
+            raise Declined(_TOO_LONG if long else cache.why or "no row has its whole history in the dump")
         value, noise = rows.parts
         out = call.outputs[role]
         decline_if(value.numel() != out.numel(), "what its recurrence made has another shape")
-        reason = cache.why or "no row of a request"
+        reason = cache.why or (_TOO_LONG if long else "no row of a request")
         e = Expected(value, noise, rows=rows.rows(), reason=reason, groups=mixer.groups, shared=True)
         made[role] = reshaped(e, out.shape)
     return made
