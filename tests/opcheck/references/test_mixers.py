@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from vllm_accprobe.opcheck.causes import state_causes
 from vllm_accprobe.opcheck.causes.api import Outputs, Trial
 from vllm_accprobe.opcheck.causes.search import Examined, search
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.mixers import INSIDE, OtherStates, carried
+from vllm_accprobe.opcheck.references import mixers
+from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, OtherStates, carried
 from vllm_accprobe.opcheck.references.recurrent import EPSILON
 from vllm_accprobe.opcheck.registry import default_references
 
@@ -169,6 +171,37 @@ def test_a_loop_over_tokens_gives_the_same(cls: str, step: int) -> None:
     found = Examined(trial(call))
     assert found.rows
     assert not found.failed
+
+
+@pytest.mark.parametrize("name", ["nothing", "dt_bias"])
+def test_states_of_other_parameters_are_not_kept_for_the_next_call(name: str) -> None:
+    """A call with another parameter, as causes try it, between two calls of the dump."""
+    case = Case("MambaMixer2")
+    stores: dict[int, Any] = {}
+
+    def call(step: int) -> Call:
+        made = case.call(step, {})
+        for k, run in enumerate(made.extra["cache"].requests()):
+            run[2][CARRIED] = stores.setdefault(k, {})
+        return made
+
+    carried(call(2))
+    other = call(2)
+    if name in other.params:
+        carried(replace(other, params={**other.params, name: other.params[name] + 1.0}))
+    assert all(len(s) == 1 for s in stores.values())
+    found, plain = (carried(c)[f"{INSIDE}norm/x"].value for c in (call(3), case.call(3, {})))
+    torch.testing.assert_close(found, plain)
+
+
+def test_a_request_that_is_too_long_is_alone_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case("MambaMixer2").call(3, {})
+    size = HEADS * SIZE * N
+    monkeypatch.setattr(mixers, "_LONGEST", size * 9)  # request a has 10 rows, b has 8
+    (found,) = carried(call).values()
+    assert found.rows is not None
+    assert found.rows.tolist() == [False, True]
+    assert found.reason == "a recurrence that is too long to be computed again here"
 
 
 def mixed(window: State, state: State) -> State:

@@ -168,6 +168,13 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 
+def _key(call: Call) -> tuple[Any, ...]:
+    """What the states of a call follow from, besides rows: causes try other parameters and attributes."""
+    tensors = {**call.params, **call.extra.get("inner_params", {})}
+    bits = ((n, t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)) for n, t in tensors.items())
+    return (*sorted((n, hash(b.numpy().tobytes())) for n, b in bits), str(call.attrs))
+
+
 def carried(call: Call) -> dict[str, Expected]:
     """What the recurrence made, by role. Raises Declined."""
     kind, cache = KINDS[call.cls], call.extra.get("cache")
@@ -179,10 +186,11 @@ def carried(call: Call) -> dict[str, Expected]:
     stored = 0.0 if call.extra.get("wide_state") else unit
     found = {role: RowResults(len(call.outputs[role])) for role in roles}
     size = max(1, *(torch.Size(mixer.state).numel(), mixer.channels))
-    other, left, long = call.extra.get("start"), _LONGEST, False
+    other, left, long, key = call.extra.get("start"), _LONGEST, False, _key(call)
     for at, positions, past in cache.requests():
         first, stop = int(positions[0]), len(positions) + int(positions[0])
-        known: dict[int, tuple[State, State | None]] = past.get(CARRIED, {})
+        store: dict[Any, dict[int, tuple[State, State | None]]] = past.get(CARRIED, {})
+        known = store.get(key, {})
         begun = max((n for n in known if n <= first), default=0)
         if (stop - begun) * size > left:
             long = True
@@ -193,9 +201,8 @@ def carried(call: Call) -> dict[str, Expected]:
         if other is not None and (instead := other(at, positions)) is not None:
             state = (instead, None)
         results, after = both(mixer, unit, stored, past, (first, stop), state)
-        if other is None and CARRIED in past:
-            known.clear()
-            known |= {first: state, stop: after}
+        if other is None and (not store or key in store):
+            store[key] = {first: state, stop: after}
         for role in roles:
             value, noise = spread_of(*results[role.removeprefix(INSIDE)], mixer.groups)
             found[role].put(at, (value, noise))
@@ -246,7 +253,8 @@ class OtherStates:
 
 
 CARRIED = "carried state"
-"""In a request's past: states after so many of its rows, exact and sampled."""
+"""In a request's past: states after so many of its rows, exact and sampled, by what they follow from (`_key`): of the
+first such call alone."""
 
 
 def both(
