@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.dump.schema import Layout, Record
+from vllm_accprobe.dump.schema import Layout, Record, RowSpace, Segment
+from vllm_accprobe.opcheck.calls import neighbours
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
+from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.causes import state_causes
 from vllm_accprobe.opcheck.causes.api import Outputs, Trial
@@ -202,6 +204,18 @@ def test_a_request_that_is_too_long_is_alone_without_a_reference(monkeypatch: py
     assert found.rows is not None
     assert found.rows.tolist() == [False, True]
     assert found.reason == "a recurrence that is too long to be computed again here"
+
+
+def test_states_beyond_a_limit_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RowSpace(0, "tokens", 0, (Segment(0, 0, 4, 0), Segment(1, 0, 2, 0)))
+    past = Past(("in_proj",), carried={})
+    past.write(rows, {"in_proj": torch.zeros(6, 1)})
+    states = (torch.zeros(1, 2), torch.zeros(1, 3))
+    past.carried = {0: {"key": {4: (states, None)}}}
+    for limit, kept in ((1 << 20, [True, True]), (20, [True, False])):
+        monkeypatch.setattr(neighbours, "_MOST_STATES", limit)
+        assert [CARRIED in found for _, _, found in past.view(rows).requests()] == kept
+        past.carried.pop(1, None)
 
 
 def mixed(window: State, state: State) -> State:

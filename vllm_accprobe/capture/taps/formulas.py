@@ -394,7 +394,7 @@ class _Follower:
                 self._blind.add(name)
             return _Child(name, added=(*arguments[1:], *(v for k, v in named.items() if "residual" in str(k))))
         if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
-            same = _part(owner, 0) if isinstance(owner, _Child) else owner
+            same: Any = _part(owner, 0) if isinstance(owner, _Child) else owner
             return same if node.func.attr == "detach" else _Cell(same.text, same.optional, same.layers)
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
             return self._of_ranks(value, arguments)
@@ -409,7 +409,7 @@ class _Follower:
             return {str(n): v for n, v in named.items()}  # a record of outputs by name
         for v in (*arguments, *named.values()):
             _lose(v)
-        if isinstance(owner, (_Cell, _Child)):
+        if isinstance(owner, (_Cell, _Child)) and isinstance(node.func, ast.Attribute):
             if node.func.attr.endswith("_"):
                 _lose(owner)
             return _OTHER if node.func.attr in _FACTS else _Cell(None, base=owner)
