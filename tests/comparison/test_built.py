@@ -16,6 +16,7 @@ from vllm_accprobe.comparison.built import (
     check_structure,
     config_of,
     other_code,
+    recoded,
     with_built,
 )
 from vllm_accprobe.dump.schema import Module
@@ -305,3 +306,23 @@ def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoil
 ])  # fmt: skip
 def test_code_that_computes_another_formula(mine: Any, golden: str, says: str) -> None:
     assert other_code({"output.0": mine}, {"output.0": golden, "output.1": "x"}) == says
+
+
+@pytest.mark.parametrize(("mine", "golden", "children", "found"), [
+    (("v/a.py:1", {"output.0": "(x + attn[0])"}), ("v/a.py:1", {"output.0": "x"}), ("attn",), True),
+    (("v/a.py:1", {"output.0": "x"}), ("v/b.py:9", {"output.0": "(x + attn[0])"}), ("attn",), True),
+    (("v/a.py:1", {"output.0": "(x + mlp[0])"}), ("v/a.py:1", {"output.0": "(x + ffn[0])"}), ("mlp",), False),
+    (("v/a.py:1", {"output.0": "mlp[0]", "output.1": "norm[1]"}),
+     ("transformers/a.py:1", {"output.0": "((x + attn[0]) + mlp[0])"}), ("attn", "mlp", "norm"), False),
+    (("v/a.py:1", {"output.0": "mlp[0]"}), ("t/a.py:1", {"output.0": "(x + mlp[0])"}), ("mlp",), False),
+    (("v/a.py:1", {}), ("v/a.py:1", {"output.0": "x"}), (), False),
+    (("v/a.py:1", 3), ("v/a.py:1", [3]), (), False),
+])  # fmt: skip
+def test_formulas_of_one_package_and_of_the_same_children_are_compared(
+    mine: Any, golden: Any, children: tuple[str, ...], found: bool
+) -> None:
+    def dump(source: str, code: Any, inside: tuple[str, ...]) -> Any:
+        parts = [Module(f"layers.0.{name}", "Odd", 1) for name in inside]
+        return SimpleNamespace(modules={0: [Module("layers.0", "OddLayer", 0, {"forward": code}, source), *parts]})
+
+    assert list(recoded((dump(*golden, ()), dump(*mine, children)))) == ["layers.0"] * found

@@ -19,7 +19,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -697,13 +697,32 @@ def _cause(text: str) -> dict[str, Any]:
 
 def recoded(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     """Blocks of one class whose own code computes another formula in mine than in golden."""
-    theirs, own = ({m.tap: m for ms in dump.modules.values() for m in ms if FORWARD in m.attrs} for dump in dumps)
+    theirs, own = ({m.tap: m for ms in dump.modules.values() for m in ms} for dump in dumps)
     found = {}
     for tap, m in own.items():
         golden = theirs.get(tap)
-        if golden and golden.cls == m.cls and (says := other_code(m.attrs[FORWARD], golden.attrs[FORWARD])):
+        if golden and comparable_code(m, golden, own) and (says := other_code(m.attrs[FORWARD], golden.attrs[FORWARD])):
             found[tap] = _cause(says)
     return found
+
+
+def comparable_code(mine: Module, golden: Module, taps: Container[str]) -> bool:
+    """Whether two formulas of one class are of one package and of the same outputs, and every child that golden's names
+    is one of mine's ``taps``: else other formulas may compute the same."""
+    own, theirs = ({role: text for role, text in code.items() if role.startswith("output")}
+                   if isinstance(code := m.attrs.get(FORWARD), Mapping) else {} for m in (mine, golden))  # fmt: skip
+    same = own and own.keys() == theirs.keys() and mine.cls == golden.cls and package(mine) == package(golden)
+    named = (path for role, text in theirs.items() if isinstance(text, str)
+             for path in ([text] if role == "output" else _CHILD.findall(text[:_LONGEST])))  # fmt: skip
+    return bool(same) and all(f"{mine.tap}.{path}" in taps for path in named)
+
+
+_CHILD = re.compile(r"([\w.]+)\[\d+\]")
+
+
+def package(module: Module) -> str:
+    """The package whose file has a module's forward, "" where that was not recorded."""
+    return (module.source or "").partition("/")[0]
 
 
 def other_code(mine: Any, golden: Any) -> str:

@@ -230,9 +230,6 @@ def _exchange_text(pairs: list[tuple[Run, Run]], names: Names) -> tuple[str, dic
     return f"{both} are exchanged", {"exchanged": [[p[0].first, p[1].first, p[0].n] for p in pairs[:8]]}
 
 
-HALVES = "(stored as two halves; adjacent rows are expected)"
-
-
 def _interleaved(bad: np.ndarray, at: np.ndarray, due: np.ndarray) -> tuple[str, dict[str, Any]] | None:
     """Blocks in which the halves stand row by row in turn, or the even rows and then the odd ones."""
     place = due.copy()
@@ -278,7 +275,7 @@ def _way(own: np.ndarray, n: int) -> str:
     if (own == turns).all():
         return "the two halves are interleaved (neighbours, where halves are due)"
     if (own == np.argsort(turns)).all():
-        return f"the even rows come first, then the odd ones {HALVES}"
+        return "the even rows come first, then the odd ones (halves, where neighbours are due)"
     return ""
 
 

@@ -82,7 +82,8 @@ class Expected:
     which rows have a reference, None for all; reason: why the others have none. note: a sentence for a failure; source:
     a sentence for any result. only_measured: why no verdict is allowed, "" where one is. unseen: what the output rests
     on that was not computed again, so that it may fail and never pass; "" for nothing. exact: the exact output, where
-    value was rounded itself (another machine's, another run's). cache: the effect of an 8-bit cache."""
+    value was rounded itself (another machine's, another run's). cache: the effect of an 8-bit cache. by_name: it
+    supposes what blocks of its class usually do."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -92,6 +93,7 @@ class Expected:
     reason: str = ""
     note: str = ""
     source: str = ""
+    by_name: bool = False
     only_measured: str = ""
     unseen: str = ""
     exact: Tensor | None = None

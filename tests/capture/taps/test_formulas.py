@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import tracemalloc
@@ -135,6 +136,118 @@ class Wrong(Block):
             pass
 
 
+class Method(Block):
+    def forward(self, x):
+        y = x + self.attn(x)
+        y.mul_(0.5)
+        return y
+
+
+class Copied(Block):
+    def forward(self, x):
+        residual = x.clone()
+        x += self.attn(x)
+        return x + residual
+
+
+class View(Block):
+    def forward(self, x):
+        y = x + self.attn(x)
+        part = y[:, :1]
+        part *= 2
+        return y
+
+
+class Item(Block):
+    def forward(self, x):
+        outputs = self.attn(x)
+        y = outputs[0]
+        y += x
+        return outputs[0]
+
+
+class Stored(Block):
+    def forward(self, x):
+        y = x + self.attn(x)
+        for k in range(2):
+            y[k] = 0
+        return y
+
+
+class Listed(Block):
+    def forward(self, x):
+        y = x + self.attn(x)
+        _ = [y.mul_(2) for _ in range(1)]
+        return y
+
+
+class Starred(Block):
+    def forward(self, x):
+        more = ()
+        for _ in range(2):
+            more += (x,)
+        return x, *more, self.attn(x)
+
+
+class Patched(Sequence):
+    forward = functools.wraps(Sequence.forward)(lambda self, x: Sequence.forward(self, x) * 0.5)
+
+
+class Assigned(Block):
+    def forward(self, x):
+        self.factor = 0.125
+        return x * self.factor + self.attn(x)
+
+
+class Counted(Block):
+    count = 0
+
+    def forward(self, x):
+        self.count += 1
+        if self.count > 1:
+            return x
+        return x + self.attn(x)
+
+
+class Fused(Block):
+    """The norm adds into its second argument."""
+
+    def forward(self, x, residual):
+        before = residual
+        x, residual = self.norm(x, residual)
+        return x + before
+
+
+class Exits(Block):
+    @property
+    def gain(self):
+        raise SystemExit
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class Doubled(Block):
+    def forward(self, x):
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        x = x + x
+        return x, self.mlp(x)
+
+
+class Undisturbed(Block):
+    @torch.no_grad()
+    def forward(self, x):
+        return x.contiguous() + self.attn(x)
+
+
 @pytest.mark.parametrize(("block", "wanted"), [
     (Sequence(), {"output.0": "((x + attn[0]) + mlp[0])"}),
     (Factored(), {"output.0": "(x + (attn[0] * 0.25))"}),
@@ -147,6 +260,9 @@ class Wrong(Block):
     (Either(), {"output.0": "((mlp[0] / 2.0) if mlp[1] else (mlp[0] / 4.0))", "output.1": "mlp[1]"}),
     (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
     (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (Divided(), {}),
+    (Method(), {}), (Copied(), {"output.0": "((x + attn[0]) + x)"}), (View(), {}), (Item(), {}), (Stored(), {}),
+    (Listed(), {}), (Starred(), {}), (Patched(), {}), (Assigned(), {}), (Counted(), {}), (Fused(), {}), (Exits(), {}),
+    (Doubled(), {"output.1": "mlp[0]", "own_code": "mlp"}), (Undisturbed(), {"output.0": "(x + attn[0])"}),
     (nn.Linear(2, 2), {}), (nn.Sequential(nn.Identity()), {}),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from opcheck.cause_calls import TABLE, attention, drawn, explained, gated, layer_norm, linear, norm, with_output
 
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.causes import addresses
+from vllm_accprobe.opcheck.reference import Call, Declined
 
 MAKERS: dict[str, Callable[[], Call]] = {
     "norm": lambda: norm(residual=False), "layer norm": layer_norm, "gate": gated, "linear": linear,
@@ -49,6 +52,17 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "sorted": lambda y: y.sort(-1).values, "clipped softly": lambda y: 2.0 * torch.tanh(y / 2.0) + noise(y, 0.03),
     "rows at random": lambda y: y[torch.tensor([(7 * k + 3) % len(y) for k in range(len(y))])],
 }  # fmt: skip
+
+
+def test_a_call_whose_input_was_no_view_is_as_it_is() -> None:
+    """The calls of one tap need not all have views."""
+    call = norm(residual=False)
+    contiguous = replace(call, inputs={"x": next(iter(call.inputs.values()))})
+    edits: list[tuple[Callable[..., Call], Any]] = [(addresses.ungapped, "[8, 4, 1]"), (addresses.without_offset, 4)]
+    for edit, parameter in edits:
+        assert edit(SimpleNamespace(call=contiguous), ("x", parameter)) is contiguous
+        with pytest.raises(Declined, match="no such input"):
+            edit(SimpleNamespace(call=replace(call, inputs={})), ("x", parameter))
 
 
 @pytest.mark.parametrize("operator", MAKERS)

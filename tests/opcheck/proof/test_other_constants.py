@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from opcheck.opcheck_dumps import Maker
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.notes import other_values, with_effects
 from vllm_accprobe.dump.decode import decode
+from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof.decide import ConstantEffect
 from vllm_accprobe.opcheck.proof.prove import computed_otherwise, effects
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
 
 NORM = "layers.0.norm"
@@ -62,6 +65,51 @@ def test_what_golden_s_module_would_compute_otherwise(tmp_path, golden, mine, wh
     sides = two_modules(tmp_path / "g", *golden), two_modules(tmp_path / "m", *mine)
     assert computed_otherwise(sides, default_references(), ["act", "norm", "nowhere"], ()) == why
     assert computed_otherwise(sides, default_references(), ["act", "norm"], ["act", "norm"]) == {}
+
+
+BOTH, ONE = "((x + self_attn[0]) + mlp[0])", "(x + self_attn[0])"
+SAYS = f"its own code computes output.0 = {ONE}, golden's {BOTH}"
+RENAMED = "((x + self_attn[0]) + ffn[0])"
+
+
+def layer(code, parts=("self_attn", "mlp"), wrong=False, source="v/a.py:1"):
+    """A layer whose own code computes ``code``; None: golden of an older release, or right but for ``wrong``."""
+    g = torch.Generator().manual_seed(0)
+    x, a, m = ((torch.randn(4, 8, generator=g)).bfloat16() for _ in range(3))
+    out = (x + a) if code == ONE or wrong else (x + a + m)
+
+    def kept(t):
+        return SimpleNamespace(shape=tuple(t.shape), layout=None, t=t, row_dim=0, rows=None, dtype="bfloat16")
+
+    attrs = {} if code is None else {"forward": {"output.0": code} if isinstance(code, str) else code}
+    children = tuple((path, "output.0", kept(t)) for path, t in (("self_attn", a), ("mlp", m)) if path in parts)
+    call = Call("l", "OddDecoderLayer", inputs={"hidden_states": x, "x": x}, attrs=attrs, outputs={"output.0": out},
+                extra={"children": children, "read": lambda r: r.t})  # fmt: skip
+    captured = SimpleNamespace(what=call, missing="", records={"output.0": kept(out)})
+    modules = {"l": Module("l", "OddDecoderLayer", 0, attrs, source)}
+    modules |= {f"l.{name}": Module(f"l.{name}", "Odd", 1) for name in ("self_attn", "mlp")}
+    return SimpleNamespace(modules={0: modules}, taps=lambda _: [(0, "l", None)], of=lambda *_: iter([captured]))
+
+
+@pytest.mark.parametrize(("golden", "mine", "why"), [
+    (layer(BOTH), layer(ONE), SAYS),
+    (layer(BOTH), layer(ONE, ("self_attn",)), SAYS),  # mine never called mlp
+    (layer(BOTH), layer(BOTH), ""),
+    (layer(None), layer(ONE), "its own code computes something else than golden's class, whose code was not recorded"),
+    (layer(None), layer(BOTH), ""),
+    (layer(None, wrong=True), layer(ONE), ""),  # golden's class is not what golden computes
+    (layer(RENAMED), layer(ONE), ""),
+    (layer(BOTH, source="w/a.py:1"), layer(ONE), ""),
+    (layer(BOTH), layer({}), ""),
+    (layer({"output.0": BOTH, "own_code": "mlp"}), layer({"output.0": "x", "own_code": 3}),
+     f"its own code computes output.0 = x, golden's {BOTH}"),
+    (layer({"output.0": BOTH, "output.1": "x"}), layer({"output": "self_attn"}), ""),
+    (layer({"output": "mlp"}), layer({"output": "self_attn"}),
+     "its own code computes output = self_attn, golden's mlp"),
+])  # fmt: skip
+def test_a_layer_whose_own_code_is_not_golden_s(golden, mine, why):
+    found = computed_otherwise((golden, mine), default_references(), ["l"], ())
+    assert found == ({"l": why} if why else {})
 
 
 def found(golden, mine):

@@ -163,7 +163,7 @@ def test_masks_shared_heads_and_overloads_of_torchs_operators() -> None:
         evaluated(dropped)
 
 
-@pytest.mark.parametrize("held", ["as a parameter", "by its kernel's object"])
+@pytest.mark.parametrize("held", ["as a parameter", "by its kernel's object", "by the module above"])
 @pytest.mark.parametrize(("cls", "window", "keys"), [("Attention", None, (0, 9)), ("Attention", 3, (4, 7)),
                                                      ("EncoderOnlyAttention", 3, (4, 9))])  # fmt: skip
 def test_which_keys_a_row_sees_and_its_sinks(cls: str, window: int | None, keys: tuple[int, int], held: str) -> None:
@@ -178,8 +178,9 @@ def test_which_keys_a_row_sees_and_its_sinks(cls: str, window: int | None, keys:
     sinks: dict[str, Any] = {"params": {"sinks": torch.tensor([0.5])}}
     attrs = {"num_heads": 1, "num_kv_heads": 1, "head_size": 4, "sliding_window": window, "scale": 1.0}
     if held != "as a parameter":
-        sinks, attrs = {}, attrs | {"impl.sinks": [0.5]}
+        sinks, attrs = {}, attrs | {"impl.sinks": [0.5 if held == "by its kernel's object" else 9.0]}
+    above = {"parent_sinks": torch.tensor([0.5]).double()} if held == "by the module above" else {}
     call = Call("a", cls, {"query": q, "key": k, "value": v}, attrs=attrs, outputs={"output.0": torch.zeros_like(q)},
-                extra={"cache": past.view(here)}, **sinks)  # fmt: skip
+                extra={"cache": past.view(here), **above}, **sinks)  # fmt: skip
     found = attention.paged_attention(call)
     assert torch.allclose(found.value[6], right)

@@ -11,7 +11,7 @@ import torch
 from reference_calls import drawer, evaluated
 
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.composite import child_value, first, routed_factor
+from vllm_accprobe.opcheck.references.composite import BY_OWN_CODE, LEFT_OUT, child_value, first, routed_factor
 
 draw = drawer(3)
 A, B, X, M, GATE = draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 1)
@@ -59,6 +59,8 @@ GIVEN: dict[str, tuple[Call, dict[str, torch.Tensor]]] = {
         {"output.0": A + M + B, "output.1": B}),
     "a factor by its code": (
         coded("(hidden_states + (attn.proj[0] * 0.25))", {"attn.proj": M}), {"output.0": X + M / 4}),
+    "a negative factor by its code": (coded("(hidden_states + (mlp[0] * -0.25))", {"mlp": M}),
+                                      {"output.0": X - M / 4}),
     "what is there, by its code": (
         coded("((mlp[0] + mlp[1]) if mlp[1] else (mlp[0] + hidden_states))", {"mlp": M, "mlp/output.1": A}),
         {"output.0": M + A}),
@@ -83,15 +85,18 @@ DECLINED: dict[str, tuple[Call, str]] = {
     "no residual": (block("LlamaDecoderLayer", A, {"mlp": A}), OWN),
     "no MLP": (layer("LlamaDecoderLayer", self_attn=A), OWN),
     "a norm in its sum": (layer("GemmaDecoderLayer", self_attn=A, pre_feedforward_layernorm=A, mlp=M), OWN),
-    "something behind its projection": (block("OddAttention", A, {"o_proj": A, "post_norm": B}), "do not tell"),
-    "code that was not followed": (block("OddForCausalLM", A, {"model": B}, attrs={"forward": {}}), "do not tell"),
+    "something behind its projection": (block("OddAttention", A, {"o_proj": A, "post_norm": B}), "does not follow"),
+    "code that was not followed": (block("OddForCausalLM", A, {"model": B}, attrs={"forward": {}}), "does not follow"),
     "a part called twice": (block("OddBlock", A, {"mlp": A}, extra={"children": [("mlp", "output.0", A)] * 2},
                                   attrs={"forward": {"output.0": "mlp[0]"}}), "mlp was called 2 times"),
+    "a list for a formula": (block("OddBlock", X, {"mlp": A}, attrs={"forward": []}), "does not know"),
+    "a division by 0": (coded("(mlp[0] * (1 / 0))", {"mlp": A}), "does not know"),
+    "a number of many digits": (coded("(mlp[0] * " + "9" * 3900 + ")", {"mlp": A}), "does not know"),
     "no formula": (coded("__import__('os').getcwd()", {"mlp": A}), "does not know"),
     "a formula of great depth": (coded("(" * 900 + "mlp[0]" + ")" * 900, {"mlp": A}), "does not know"),
     "nothing inside": (block("LlamaMLP", A, {}), "nothing inside it was captured"),
     "another shape": (block(MOE, A + M, {"shared_expert": A, "experts": A, "experts/output.1": M[:, :1]}, x=X),
-                      "a block whose parts do not tell"),
+                      "the output of this block does not follow"),
     "a factor of nobody": (block("MoERunner", A, ROUTED, config={"routed_scaling_factor": 2.5}), "scaling factor"),
     **{f"{cls} without all its parts": (
         block(cls, A, {"self_attn": A, "o_proj": A}, extra={"unseen": ("mlp", "post_norm")}),
@@ -108,6 +113,31 @@ def test_a_block_gives(name: str) -> None:
     for role, y in wanted.items():
         torch.testing.assert_close(found[role].value, y, rtol=1e-15, atol=0.0)
         assert (found[role].unit == 0.0) == any(y is t for t in (A, B))  # what is handed on must be equal
+
+
+HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}
+FORGETS = {"forward": {"output.0": "((hidden_states + self_attn[0]) + mlp[0])"}}
+HALVES = {"forward": {"output.0": "((hidden_states + (self_attn[0] * 0.5)) + (mlp[0] * 0.5))"}}
+BARE, TIMES = {"forward": {"output.0": "down_proj[0]"}}, {"forward": {"output.0": "(down_proj[0] * 0.5)"}}
+PARTS = {"self_attn": A, "mlp": M}
+
+
+@pytest.mark.parametrize(("call", "value", "note", "unseen"), [
+    (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=FORGETS), X + A / 2 + M / 2, True, False),
+    (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=HALVES), X + A / 2 + M / 2, False, False),
+    (block("OddDecoderLayer", X, PARTS, x=X, attrs=HALVES), X + A / 2 + M / 2, False, False),
+    (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=BARE), B / 2, True, False),
+    (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=TIMES), B / 2, False, False),
+    (block("OddMLP", X, {"expert_gate": GATE, "down_proj": B}, attrs=BARE), B, False, True),
+    (block("OddMLP", X, {"down_proj": B}, attrs=BARE), B, False, False),
+])  # fmt: skip
+def test_own_code_is_not_right_without_what_config_or_parts_require(
+    call: Call, value: torch.Tensor, note: bool, unseen: bool
+) -> None:
+    found = evaluated(call)["output.0"]
+    torch.testing.assert_close(found.value, value, rtol=1e-15, atol=0.0)
+    assert (found.note == LEFT_OUT, found.unseen.startswith(LEFT_OUT)) == (note, unseen)
+    assert found.source == ("" if note else BY_OWN_CODE)
 
 
 @pytest.mark.parametrize("name", DECLINED)
@@ -173,7 +203,7 @@ def test_a_router_is_held_to_its_own_logits() -> None:
 def test_a_block_is_not_right_by_its_projection_alone(cls: str) -> None:
     y = torch.ones(5, 12)
     found = evaluated(block(cls, y, {"out_proj": SimpleNamespace(shape=y.shape)}, extra={"read": lambda r: y}))
-    assert "the recurrence in front of that" in found["output.0"].unseen
+    assert "convolution and recurrence were not recomputed" in found["output.0"].unseen
 
 
 @pytest.mark.parametrize("op", ["vllm.unified_kv_cache_update.default", "vllm.unified_mla_kv_cache_update.default"])

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_accprobe.dump.schema import Layout, Record
+from vllm_accprobe.dump.schema import Layout, Record, RowSpace, Segment
+from vllm_accprobe.opcheck.calls import neighbours
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
+from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.causes import state_causes
 from vllm_accprobe.opcheck.causes.api import Outputs, Trial
 from vllm_accprobe.opcheck.causes.search import Examined, search
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.mixers import INSIDE, OtherStates, carried
+from vllm_accprobe.opcheck.references import mixers
+from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, OtherStates, carried
 from vllm_accprobe.opcheck.references.recurrent import EPSILON
 from vllm_accprobe.opcheck.registry import default_references
 
@@ -171,20 +175,63 @@ def test_a_loop_over_tokens_gives_the_same(cls: str, step: int) -> None:
     assert not found.failed
 
 
+@pytest.mark.parametrize("name", ["nothing", "dt_bias"])
+def test_states_of_other_parameters_are_not_kept_for_the_next_call(name: str) -> None:
+    """A call with another parameter, as causes try it, between two calls of the dump."""
+    case = Case("MambaMixer2")
+    stores: dict[int, Any] = {}
+
+    def call(step: int) -> Call:
+        made = case.call(step, {})
+        for k, run in enumerate(made.extra["cache"].requests()):
+            run[2][CARRIED] = stores.setdefault(k, {})
+        return made
+
+    carried(call(2))
+    other = call(2)
+    if name in other.params:
+        carried(replace(other, params={**other.params, name: other.params[name] + 1.0}))
+    assert all(len(s) == 1 for s in stores.values())
+    found, plain = (carried(c)[f"{INSIDE}norm/x"].value for c in (call(3), case.call(3, {})))
+    torch.testing.assert_close(found, plain)
+
+
+def test_a_request_that_is_too_long_is_alone_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case("MambaMixer2").call(3, {})
+    size = HEADS * SIZE * N
+    monkeypatch.setattr(mixers, "_LONGEST", size * 9)  # request a has 10 rows, b has 8
+    (found,) = carried(call).values()
+    assert found.rows is not None
+    assert found.rows.tolist() == [False, True]
+    assert found.reason == "a recurrence that is too long to be computed again here"
+
+
+def test_states_beyond_a_limit_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RowSpace(0, "tokens", 0, (Segment(0, 0, 4, 0), Segment(1, 0, 2, 0)))
+    past = Past(("in_proj",), carried={})
+    past.write(rows, {"in_proj": torch.zeros(6, 1)})
+    states = (torch.zeros(1, 2), torch.zeros(1, 3))
+    past.carried = {0: {"key": {4: (states, None)}}}
+    for limit, kept in ((1 << 20, [True, True]), (20, [True, False])):
+        monkeypatch.setattr(neighbours, "_MOST_STATES", limit)
+        assert [CARRIED in found for _, _, found in past.view(rows).requests()] == kept
+        past.carried.pop(1, None)
+
+
 def mixed(window: State, state: State) -> State:
     return window[0], state[1]
 
 
 WRONG: dict[str, tuple[int, Callable[[Case], Mapping[str, State]], str]] = {
     "left": (1, lambda c: {"a": c.behind("old", 9)},
-             "with its state at the first token of request 'a' not zero but what request 'old' left"),
+             "if its state at the first token of request 'a' was not reset: it is the final state of request 'old'"),
     "exchanged": (3, lambda c: {"a": c.behind("b", 7), "b": c.behind("a", 9)},
                   "with its state of request 'a' taken from request 'b' before position 9"),
     "the step before": (3, lambda c: {"b": c.run("b", 6, 7, c.behind("a", 8))[1]},
                         "with its state of request 'b' taken from request 'a' before position 6"),
-    "lost": (3, lambda c: {"a": none(c.cls)}, "with its state of request 'a' lost before position 9 (zero)"),
+    "lost": (3, lambda c: {"a": none(c.cls)}, "with its state of request 'a' reset to zero before position 9"),
     "old": (3, lambda c: {"a": c.behind("a", 8)},
-            "with its state of request 'a' at position 9 as behind position 7 (not written since)"),
+            "with its state of request 'a' at position 9 not updated since position 7"),
     "state alone": (2, lambda c: {"a": mixed(c.behind("a", 8), c.behind("b", 6))},
                     "with the recurrence's state of request 'a' taken from request 'b' before position 8"),
     "window alone": (2, lambda c: {"a": mixed(c.behind("b", 6), c.behind("a", 8))},
@@ -206,8 +253,8 @@ def test_a_convolution_alone_has_a_window_alone() -> None:
     case = Case("ShortConv")
     found = search([trial(case.call(3, {"a": case.behind("a", 8)}))], state_causes.CAUSES)
     assert found is not None
-    assert found.text.endswith("with the convolution's last inputs of request 'a' at position 9 as behind position 7 "
-                               "(not written since)")  # fmt: skip
+    assert found.text.endswith("with the convolution's last inputs of request 'a' at position 9 not updated since "
+                               "position 7")  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text"), [("dt_bias", "without the bias of its time step"),

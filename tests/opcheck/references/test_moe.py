@@ -11,8 +11,9 @@ from opcheck.samples.modules import experts_call
 from opcheck.samples.sample import Draw
 from reference_calls import drawer, evaluated
 
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.references.moe import dense, route
+from vllm_accprobe.opcheck.references.moe import dense, route, routed
 
 draw = drawer(3)
 
@@ -62,6 +63,20 @@ def test_ties_decide_nothing() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 1.0, 2.0]], dtype=torch.float64)
     assert route(logits, 1)[1].tolist() == [False, True]
     assert route(logits, 2)[1].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.1, False)])
+def test_a_factor_on_softmax_weights_is_found_where_one_row_has_large_logits(factor: float, passed: bool) -> None:
+    """Each row has its own error of e**(x - log sum e**x) in bfloat16, which grows with its logits."""
+    logits = draw(64, 60) * 2
+    logits[0] += 60.0
+    logits = logits.bfloat16()
+    value, ids = logits.double().softmax(-1).topk(6, -1)
+    total = logits.double().logsumexp(-1, keepdim=True).bfloat16()
+    narrow = (logits - total).exp().double().gather(1, ids)
+    expected = routed(logits, ids, 2.0**-8, {"scoring": "softmax", "renormalize": False})
+    assert OutputRows.of(expected, (value * factor).float(), 0).judge("float32").passed is passed
+    assert OutputRows.of(expected, narrow.float(), 0).judge("float32").passed
 
 
 LOGITS = draw(12, 3)

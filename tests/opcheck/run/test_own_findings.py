@@ -165,3 +165,37 @@ def test_a_checkpoint_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
     out = own_findings(found, tmp_path)
     assert out.loaded == []
     assert any("cannot be read" in n for n in out.notes)
+
+
+HEADS = {"head_size": 4, "num_heads": 2, "num_kv_heads": 1}
+EVEN_FIRST = [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 13, 14, 15]
+"""Rows of two heads of q, one of k and one of v."""
+
+
+@pytest.mark.parametrize(("order", "attrs", "tap", "says"), [
+    (EVEN_FIRST, HEADS, "model.layers.0.self_attn.qkv_proj", ""),
+    (EVEN_FIRST[:4] + list(range(4, 8)) + EVEN_FIRST[8:], HEADS, "model.layers.0.self_attn.qkv_proj", "is not"),
+    (list(range(8)) + EVEN_FIRST[8:], HEADS, "model.layers.0.self_attn.qkv_proj", "is not"),
+    ([*EVEN_FIRST[:12], 12, 14, 13, 15], HEADS, "model.layers.0.self_attn.qkv_proj", "is not"),
+    (EVEN_FIRST, {}, "model.layers.0.self_attn.qkv_proj", "unchecked"),
+    (EVEN_FIRST, {**HEADS, "head_size": 1 << 60}, "model.layers.0.self_attn.qkv_proj", "unchecked"),
+    (list(range(16)), HEADS, "vision_model.layers.0.self_attn.qkv_proj", ""),
+    (EVEN_FIRST, HEADS, "vision_model.layers.0.self_attn.qkv_proj", "is not"),
+])  # fmt: skip
+def test_llama_4_s_rows_are_those_that_its_loader_makes(
+    tmp_path: Path, order: list[int], attrs: dict[str, int], tap: str, says: str
+) -> None:
+    whole = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    parts = {f"{tap.removesuffix('qkv_proj')}{n}_proj.weight": t.contiguous()
+             for n, t in zip("qkv", whole.split([8, 4, 4]), strict=True)}  # fmt: skip
+    save_file(parts, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "llama4"}))
+    found = Dump(tmp_path, {"model": {"path": str(tmp_path), "class": "Llama4ForCausalLM"}, "parallel": {"pp": [0, 1]}})
+    cls, sums = "QKVParallelLinear", sums_of(whole[torch.tensor(order)].contiguous())
+    found.modules[0] = [Module(tap, cls, 0, attrs)]
+    known = (tap, cls, "weight", "loaded", "bfloat16", (16, 8), *sums.whole, 0)
+    print_ = WeightPrint(0, 0, *known, written=((0, len(sums.order), 1),), rows=pack_rows(sums.short))
+    found.lives = Lives([WeightEvent(0, 0, "load", 0)], [print_])
+    own = own_findings(found, tmp_path)
+    assert [says in f.says for f in own.loaded] == [True] * (says == "is not")
+    assert (own.held, sum(own.unchecked.values())) == (int(not says), int(says == "unchecked"))

@@ -39,8 +39,12 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _BUILTINS: dict[str, Any] = {"isinstance": isinstance, "tuple": tuple, "len": len}
 _PLAIN = (bool, int, float, str, type(None), dict, list)
+_FACTS = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
+"""Attributes and methods of a tensor that give none of its elements."""
 _SAME = ("contiguous", "clone", "detach")
 """Methods of a tensor that leave its numbers as they are."""
+_NEUTRAL = torch.no_grad()(lambda: None).__code__.co_filename
+"""Where torch's own decorators (no_grad, inference_mode) are written."""
 
 
 class _Lost(Exception):
@@ -55,14 +59,18 @@ class _Cell:
     text: str | None
     optional: bool = False
     layers: bool = False
+    base: Any = field(default=None, compare=False)
+    """The tensor whose memory it may be."""
 
 
 @dataclass
 class _Child:
-    """All that one call of a child gave. lost: it may have been changed since."""
+    """All that one call of a child gave. lost: it may have been changed since; added: what it was called with behind
+    its first argument, which a fused addition and norm writes into."""
 
     path: str
     lost: bool = False
+    added: tuple[Any, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,13 @@ class _Path:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Tensors anew, the same ones for the same names; all else as it is."""
     if isinstance(value, (_Cell, _Child)):
-        return memo.setdefault(id(value), copy.copy(value))
+        if id(value) not in memo:
+            memo[id(value)] = new = copy.copy(value)
+            if isinstance(new, _Cell):
+                new.base = _copied(new.base, memo)
+            else:
+                new.added = _copied(new.added, memo)
+        return memo[id(value)]
     if isinstance(value, tuple):
         return tuple(_copied(v, memo) for v in value)
     return value
@@ -120,10 +134,18 @@ def formulas(module: torch.nn.Module) -> dict[str, str]:
         return {}
     try:
         forward = module.__dict__.get("forward") or type(module).forward
-        function = inspect.unwrap(getattr(forward, "__func__", forward))
+        if "forward" in module.__dict__ and not hasattr(forward, "__self__"):
+            return {}  # a closure
+        function = getattr(forward, "__func__", forward)
+        while hasattr(function, "__wrapped__"):
+            if function.__code__.co_filename != _NEUTRAL:
+                return {}  # any other decorator may compute more
+            function = function.__wrapped__
+        if set(function.__code__.co_freevars) - {"__class__"}:
+            return {}
         body, arguments = _parsed(function)
         return _Follower(module, function).outputs(body, arguments)
-    except Exception:  # a model's source may be anything, and what it says may divide by 0
+    except (Exception, SystemExit):  # a model's source may be anything, and what it says may divide by 0
         return {}
 
 
@@ -140,10 +162,12 @@ class _Follower:
     def __init__(self, module: torch.nn.Module, function: Any):
         self._module, self._globals = module, getattr(function, "__globals__", {})
         self._paths = {id(m): name for name, m in module.named_modules() if name}
-        self._left, self._blind = _MOST_PATHS, set[str]()
+        self._left, self._blind, self._written = _MOST_PATHS, set[str](), set[str]()
 
     def outputs(self, body: Sequence[ast.stmt], arguments: Sequence[str]) -> dict[str, str]:
         names: dict[str, Any] = {name: _Cell(name, optional=True) for name in arguments[1:]}
+        attributes = (n for s in body for n in ast.walk(s) if isinstance(n, ast.Attribute))
+        self._written = {n.attr for n in attributes if not isinstance(n.ctx, ast.Load)}
         result = self._run(body, _Path({arguments[0]: _Known(self._module), **names}))
         if isinstance(result, _Child) and not result.lost:
             return {"output": result.path} | ({"own_code": result.path} if result.path in self._blind else {})
@@ -217,9 +241,9 @@ class _Follower:
         for node in ast.walk(s):
             if isinstance(node, ast.Return):
                 raise _Lost
+            if isinstance(node, ast.Name):
+                _lose(path.names.get(node.id))
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                old = path.names.get(node.id)
-                _lose(old)
                 path.names[node.id] = _Cell(None, layers=self._over_modules(s))
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 module = getattr(self._module, node.attr, None)
@@ -236,6 +260,7 @@ class _Follower:
             path.names[target.id] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
             if isinstance(value, _Child):
+                _lose(value.added)
                 value = tuple(_part(value, k) for k in range(len(target.elts)))
             whole = isinstance(value, tuple) and len(value) == len(target.elts)
             for k, one in enumerate(target.elts):
@@ -254,6 +279,7 @@ class _Follower:
             child.lost = True  # under its other names
         new = self._arithmetic(s.op, old, self._value(s.value, path))
         if isinstance(old, _Cell) and isinstance(new, _Cell):
+            _lose(old.base)
             old.text, old.optional = new.text, False  # other names of this tensor see it, too
             new = old
         path.names[s.target.id] = new
@@ -266,9 +292,11 @@ class _Follower:
         if isinstance(node, ast.Name):
             return path.names[node.id] if node.id in path.names else self._global(node.id)
         if isinstance(node, (ast.Tuple, ast.List)):
+            if any(isinstance(e, ast.Starred) for e in node.elts):
+                raise _Lost  # how many there are is not known
             return tuple(self._value(e, path) for e in node.elts)
         if isinstance(node, ast.Attribute):
-            return _attribute(self._value(node.value, path), node.attr)
+            return self._attribute(self._value(node.value, path), node.attr)
         if isinstance(node, ast.Subscript):
             return _subscript(self._value(node.value, path), self._value(node.slice, path))
         if isinstance(node, ast.Call):
@@ -290,7 +318,18 @@ class _Follower:
             if isinstance(test, _There) and test.negated:
                 a, b = b, a
             return _either(test.text if isinstance(test, _There) else None, a, b)
-        return _OTHER if not isinstance(node, ast.Slice) else _Cell(None)
+        if isinstance(node, ast.JoinedStr):
+            return _OTHER
+        for n in ast.walk(node):  # comprehensions, containers, :=
+            if isinstance(n, ast.Name):
+                _lose(path.names.get(n.id))
+        return _Cell(None)
+
+    def _attribute(self, owner: Any, name: str) -> Any:
+        """An attribute of ``owner``; one that this forward assigns has no known value."""
+        if isinstance(owner, _Known) and name in self._written:
+            return _Cell(None)
+        return _attribute(owner, name)
 
     def _global(self, name: str) -> Any:
         if name in _BUILTINS:
@@ -341,7 +380,9 @@ class _Follower:
         return _Known(not decisive) if not open_ else open_[0] if same else _OTHER
 
     def _call(self, node: ast.Call, path: _Path) -> Any:
-        function = self._value(node.func, path)
+        owner = self._value(node.func.value, path) if isinstance(node.func, ast.Attribute) else None
+        function = (self._attribute(owner, node.func.attr) if isinstance(node.func, ast.Attribute)
+                    else self._value(node.func, path))  # fmt: skip
         arguments = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
         named = {k.arg: self._value(k.value, path) for k in node.keywords}
         value = function.value if isinstance(function, _Known) else None
@@ -350,12 +391,12 @@ class _Follower:
             if name is None or name in path.called:
                 return _Cell(None)
             path.called.add(name)
-            if any(isinstance(v, _Cell) and v.text is None and not v.layers for v in (*arguments, *named.values())):
+            if any(_is_blind(v) for v in (*arguments, *named.values())):
                 self._blind.add(name)
-            return _Child(name)
+            return _Child(name, added=(*arguments[1:], *(v for k, v in named.items() if "residual" in str(k))))
         if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
-            owner = self._value(node.func.value, path)
-            return _part(owner, 0) if isinstance(owner, _Child) else owner
+            same: Any = _part(owner, 0) if isinstance(owner, _Child) else owner
+            return same if node.func.attr == "detach" else _Cell(same.text, same.optional, same.layers)
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
             return self._of_ranks(value, arguments)
         if value is isinstance and len(arguments) == 2 and isinstance(arguments[1], _Known):
@@ -369,6 +410,10 @@ class _Follower:
             return {str(n): v for n, v in named.items()}  # a record of outputs by name
         for v in (*arguments, *named.values()):
             _lose(v)
+        if isinstance(owner, (_Cell, _Child)) and isinstance(node.func, ast.Attribute):
+            if node.func.attr.endswith("_"):
+                _lose(owner)
+            return _OTHER if node.func.attr in _FACTS else _Cell(None, base=owner)
         return _Cell(None)
 
     def _of_ranks(self, function: Any, arguments: list[Any]) -> Any:
@@ -397,6 +442,12 @@ class _Follower:
         return _bounded(f"({texts[0]} {sign} {texts[1]})" if whole else None)
 
 
+def _is_blind(v: Any) -> bool:
+    if isinstance(v, tuple):
+        return any(map(_is_blind, v))
+    return (isinstance(v, _Cell) and v.text is None and not v.layers) or (isinstance(v, _Child) and v.lost)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, _Known) and isinstance(value.value, (int, float))
 
@@ -422,7 +473,7 @@ def _bounded(text: str | None) -> _Cell:
 
 
 def _part(child: _Child, k: int) -> _Cell:
-    return _Cell(None if child.lost else f"{child.path}[{k}]", optional=k > 0)
+    return _Cell(None if child.lost else f"{child.path}[{k}]", optional=k > 0, base=child)
 
 
 def _lose(value: Any) -> None:
@@ -430,6 +481,9 @@ def _lose(value: Any) -> None:
     for v in value if isinstance(value, tuple) else (value,):
         if isinstance(v, _Cell):
             v.text = None
+            _lose(v.base)
+        elif isinstance(v, tuple):
+            _lose(v)
         elif isinstance(v, _Child):
             v.lost = True
 
@@ -438,10 +492,12 @@ def _attribute(owner: Any, name: str) -> Any:
     if isinstance(owner, _Known) and owner is not _OTHER:
         try:
             value = getattr(owner.value, name)
-        except Exception:  # a property may do anything
+        except (Exception, SystemExit):  # a property may do anything
             return _OTHER
         return _Cell(None) if isinstance(value, torch.Tensor) else _Known(value)
-    return _Cell(None) if isinstance(owner, (_Cell, _Child)) else _OTHER
+    if isinstance(owner, (_Cell, _Child)):
+        return _OTHER if name in _FACTS else _Cell(None, base=owner)
+    return _OTHER
 
 
 def _subscript(owner: Any, at: Any) -> Any:
@@ -454,7 +510,7 @@ def _subscript(owner: Any, at: Any) -> Any:
         return owner[k]
     if isinstance(owner, _Known) and isinstance(owner.value, torch.nn.ModuleList) and isinstance(k, int):
         return _Known(owner.value[k])
-    return _Cell(None)
+    return _Cell(None, base=owner if isinstance(owner, (_Cell, _Child)) else None)
 
 
 def _either(there: str | None, a: Any, b: Any) -> Any:

@@ -38,6 +38,8 @@ _LEFT = 8
 """Chosen: finished requests of which the rows are kept: a slot of states is given to another soon."""
 _TRIES = 64
 """Different beginnings that are tried for one request."""
+_MOST_STATES = 2 << 30
+"""Chosen: bytes of recurrent states that are kept for the next call, of one tap."""
 _MOST = 1 << 22
 """Positions a request may have: a dump may come from a stranger."""
 UNKNOWN = "nobody knows which request wrote the cached rows that its request begins with"
@@ -195,7 +197,7 @@ class Past:
     written: dict[int, dict[str, Any]] = field(default_factory=dict)
     known: dict[int, Any] = field(default_factory=dict)
     only: frozenset[int] | None = None
-    carried: dict[int, dict[int, Any]] | None = None
+    carried: dict[int, dict[Any, dict[int, Any]]] | None = None
     begins: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _done: list[int] = field(default_factory=list)
 
@@ -236,6 +238,11 @@ class Past:
             known[s.pos : stop] = True
             self.known[s.req] = known
             self.begins.setdefault(s.req, []).append((space.step, s.pos))
+
+    def has_room(self) -> bool:
+        """Whether the states of one more request may be kept; the others' are computed again from their beginning."""
+        kept = (s for of in (self.carried or {}).values() for by_rows in of.values() for s in by_rows.values())
+        return sum(t.nbytes for pair in kept for state in pair if state is not None for t in state) < _MOST_STATES
 
     def forget(self, requests: Iterable[int]) -> None:
         """Lets go of requests that have no further rows, unless another one has their beginning."""
@@ -321,7 +328,7 @@ class Cache:
                 continue
             positions = torch.arange(pos, pos + last - first)
             past = {name: rows[:stop] for name, rows in self._past.written[s.req].items()}
-            if self._past.carried is not None:
+            if self._past.carried is not None and (s.req in self._past.carried or self._past.has_room()):
                 past[CARRIED] = self._past.carried.setdefault(s.req, {})
             yield at, positions, past
 
@@ -502,6 +509,9 @@ class Neighbours:
             extra["router"] = {k.removeprefix("router."): v for k, v in found if k.startswith("router.")}
         if (what.config or {}).get("routed_scaling_factor") or "routed_scaling_factor" in what.attrs:
             extra["factors"] = self._factors(rank, tap)
+        if isinstance(own := what.attrs.get("impl.sinks"), list):  # its kernel's object has a copy of the parameter
+            sinks = parameters.of(rank, tap.rpartition(".")[0]).get("sinks")
+            extra |= {"parent_sinks": sinks.double()} if sinks is not None and sinks.shape == (len(own),) else {}
         if what.cls in KINDS:
             inner = {child: parameters.of(rank, f"{tap}.{child}") for child in _WITH_WEIGHTS}
             extra["inner_params"] = {f"{child}.{n}": t for child, of in inner.items() for n, t in of.items()}

@@ -138,9 +138,18 @@ def _known_views(trial: Trial) -> Iterator[tuple[str, str]]:
             yield name, str(list(view.stride))
 
 
-def _with_gaps(trial: Trial, view: tuple[str, str]) -> Call:
-    name = view[0]
-    return edited(trial.call, inputs={name: without_gaps(trial.call.inputs[name], trial.call.views[f"inputs.{name}"])})
+def ungapped(trial: Trial, view: tuple[str, str]) -> Call:
+    """A call whose input was no view is the same without gaps."""
+    x, lies = _lies(trial, view[0])
+    return trial.call if lies is None else edited(trial.call, inputs={view[0]: without_gaps(x, lies)})
+
+
+def _lies(trial: Trial, name: str) -> tuple[Any, Any]:
+    """An input and how it lay in memory, None where it was contiguous. Raises Declined."""
+    x = trial.call.inputs.get(name)
+    if x is None:
+        raise Declined("this call has no such input")
+    return x, trial.call.views.get(f"inputs.{name}")
 
 
 def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
@@ -149,9 +158,11 @@ def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
             yield name, offset
 
 
-def _without_offset(trial: Trial, view: tuple[str, int]) -> Call:
+def without_offset(trial: Trial, view: tuple[str, int]) -> Call:
     name = view[0]
-    x, lies = trial.call.inputs[name], trial.call.views[f"inputs.{name}"]
+    x, lies = _lies(trial, name)
+    if lies is None or not lies.offset:
+        return trial.call
     memory = known_memory(x, lies)
     if memory is None:
         raise Declined("the memory of its input is not known")
@@ -312,15 +323,15 @@ CAUSES = (
     CauseRow("one_call_before", ADDRESS, ANY, "one call before (its output was not written in this one)",
              _call_before, _before, whole=True),
     CauseRow("other_offset", ADDRESS, ("OPTLearnedPositionalEmbedding",),
-             "with position 0 at row {0} of its table", lambda t, n: edited(t.call, attrs={"offset": n}),
+             "with a table offset of {0}", lambda t, n: edited(t.call, attrs={"offset": n}),
              lambda t: among(n for n in range(5) if n != t.call.attrs.get("offset", 2))),
     CauseRow("view_read_as_contiguous", ADDRESS, RMS,
              "of its input read without the gaps of its view (each token has {0} heads in memory)", _as_contiguous,
              _views, whole=True),
-    CauseRow("gaps_not_skipped", ADDRESS, ANY, "of its {0} read without the gaps of its view (stride {1})", _with_gaps,
+    CauseRow("gaps_not_skipped", ADDRESS, ANY, "of its {0} read without the gaps of its view (stride {1})", ungapped,
              _known_views, whole=True),
     CauseRow("offset_not_added", ADDRESS, ANY,
-             "of its {0} read from the beginning of its storage (its view begins at element {1})", _without_offset,
+             "of its {0} read from the beginning of its storage (its view begins at element {1})", without_offset,
              _offsets, whole=True),
     CauseRow("input_heads_turned", ADDRESS, ANY, "with heads and channels exchanged in each row of its input",
              _heads_turned),

@@ -28,10 +28,10 @@ _BOTH, _RECURRENCE, _WINDOW = "its state", "the recurrence's state", "the convol
 _PARTS = (_BOTH, _RECURRENCE, _WINDOW)
 _LEFT, _OTHER, _NONE, _STALE = "left", "other", "none", "stale"
 _TEXTS = {
-    _LEFT: "with {part} at the first token of request {own!r} not zero but what request {donor!r} left",
+    _LEFT: "if {part} at the first token of request {own!r} was not reset: it is the final state of request {donor!r}",
     _OTHER: "with {part} of request {own!r} taken from request {donor!r} before position {at}",
-    _NONE: "with {part} of request {own!r} lost before position {at} (zero)",
-    _STALE: "with {part} of request {own!r} at position {at} as behind position {old} (not written since)",
+    _NONE: "with {part} of request {own!r} reset to zero before position {at}",
+    _STALE: "with {part} of request {own!r} at position {at} not updated since position {old}",
 }
 """Kind → the clause."""
 

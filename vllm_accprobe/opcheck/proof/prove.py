@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.ranks import ONE
-from vllm_accprobe.comparison.built import other_code
+from vllm_accprobe.comparison.built import comparable_code, other_code, package
 from vllm_accprobe.comparison.coverage import ModuleCover
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.notes import Differs
@@ -304,16 +304,63 @@ def computed_otherwise(
             continue
         own, theirs = mine[tap], golden[tap]
         other = [(n, v) for n, v in theirs.attrs.items() if n in own.attrs and not _OF_THE_RUN.search(n)
-                 and own.attrs[n] != v]  # fmt: skip
-        if other or own.cls != theirs.cls:
+                 and own.attrs[n] != v and n != FORWARD]  # fmt: skip
+        if other or own.cls != theirs.cls or own.attrs.get(FORWARD) != theirs.attrs.get(FORWARD):
             calls = [c for c in _first_calls(sides[1], tap) if not c.missing]
             for n, v in other:
                 if any((_moved(references, c, {n: v}, True) or (0.0,))[0] > 1.0 for c in calls):
-                    sentence = f"its {n} is {own.attrs[n]}, golden's is {v}"
-                    found[tap] = (n == FORWARD and other_code(own.attrs[n], v)) or sentence
+                    found[tap] = f"its {n} is {own.attrs[n]}, golden's is {v}"
+            if own.cls == theirs.cls and tap not in found and (says := _coded(sides, references, own, theirs, calls)):
+                found[tap] = says
             if own.cls != theirs.cls and any(_is_other(references, c, theirs) for c in calls):
                 found[tap] = f"it is a {own.cls}, golden's is a {theirs.cls}"
     return found
+
+
+_NOT_ITS_CLASS_S = "its own code computes something else than golden's class, whose code was not recorded"
+
+
+def _coded(
+    sides: tuple[Calls, Calls], references: References, own: Module, golden: Module, calls: Sequence[Captured]
+) -> str:  # fmt: skip
+    """How mine's formula is another than golden's, "" where it is not. Of a golden without formulas, whose calls are
+    right by its class, the class's formula takes its place."""
+    code, due = own.attrs.get(FORWARD), golden.attrs.get(FORWARD)
+    if not code:
+        return ""
+    if due is None:
+        by_class = [(c, _by_class(references, c)) for c in calls if package(golden) in ("", package(own))]
+        moved = any(max(_effect_by_output(c, first, second), default=0.0) > 1.0 for c, both in by_class if both
+                    for first, second in [both])  # fmt: skip
+        return _NOT_ITS_CLASS_S if moved and _right_by_class(sides[0], references, own.tap) else ""
+    taps = {m.tap for named in sides[1].modules.values() for m in named.values()}
+    if not comparable_code(own, golden, taps):
+        return ""
+    # None: golden's formula has a child that mine did not call
+    moves = [_moved(references, c, {FORWARD: due}, True) for c in calls]
+    return other_code(code, due) if any(m is None or m[0] > 1.0 for m in moves) else ""
+
+
+def _by_class(
+    references: References, captured: Captured
+) -> tuple[Mapping[str, Expected], Mapping[str, Expected]] | None:  # fmt: skip
+    """What a call gives by its own code and by its class."""
+    call = captured.what
+    first = references.evaluate(call)
+    second = references.evaluate(replace(call, attrs={n: v for n, v in call.attrs.items() if n != FORWARD}))
+    return None if isinstance(first, Declined) or isinstance(second, Declined) else (first, second)
+
+
+def _right_by_class(golden: Calls, references: References, tap: str) -> bool:
+    """Whether golden's first calls are what its class gives."""
+    for c in _first_calls(golden, tap):
+        expected = None if c.missing else references.evaluate(c.what)
+        if not isinstance(expected, Mapping):
+            return False
+        outputs = {role: Expected(t.double()) for role, t in c.what.outputs.items()}
+        if max(_effect_by_output(c, outputs, expected), default=0.0) > 1.0:
+            return False
+    return True
 
 
 def _first_calls(calls: Calls, tap: str) -> list[Captured]:

@@ -263,8 +263,9 @@ def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
         slopes = slopes * scale_of(call, head) if call.config.get("alibi") else slopes  # Falcon adds, then scales
     elif own := call.attrs.get("impl.alibi_slopes"):
         slopes = torch.tensor(own, dtype=torch.float64)
-    sinks = call.param("sinks") if "sinks" in call.params else call.attrs.get("impl.sinks")
-    if isinstance(sinks, list):  # a parameter of the module around it, which its kernel's object holds
+    sinks = call.extra.get("parent_sinks", call.attrs.get("impl.sinks"))
+    sinks = call.param("sinks") if "sinks" in call.params else sinks
+    if isinstance(sinks, list):  # of its kernel's object
         sinks = torch.tensor(sinks, dtype=torch.float64)
     return {"scale": scale_of(call, head), "window": int(window) if window else None, "cap": _cap(call),
             "slopes": slopes, "sinks": sinks, "step": call.unit}  # fmt: skip

@@ -42,16 +42,12 @@ from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, we
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, rounded, sum_of_two
 
 Inside = Sequence[tuple[str, str, Any]]
-NOT_HANDED_ON = "a block whose parts do not tell what it hands on"
+NOT_HANDED_ON = "the output of this block does not follow from the captured outputs of its submodules"
 """Why a block is declined."""
-UNSEEN = (
-    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
-    "were not computed again"
-)
+UNSEEN = "only its output projection was checked: its convolution and recurrence were not recomputed"
 """Why a block is not right by what its last part gave."""
 
-BY_NAME = "by its class's name: what its own code does was not recorded"
-"""As run/result_row.py has it, which a generated test does not have."""
+BY_NAME = "assumed from its class name; its source code was not analysed"
 
 
 def inside(call: Call) -> Inside:
@@ -179,12 +175,21 @@ _FEW_VALUED = 8.0**-0.5 * 2.0
 def by_formula(call: Call) -> dict[str, Expected]:
     """What the block's own code makes of its inputs and its parts' outputs, by the formulas that the capture read in
     its source (capture/taps/formulas.py)."""
-    own = call.attrs.get(FORWARD, {}).get("own_code")
-    return only(of_code(call), unseen="" if own is None else f"what its own code computes for {own} was not followed")
+    found, own = of_code(call), call.attrs[FORWARD].get("own_code")
+    why = "" if own is None else f"the inputs of {own[:_SHORT]} are computed by code that could not be analysed"
+    return only(found, unseen=why)
+
+
+BY_OWN_CODE = "checked against its own source code: whether that code is right, only a golden shows"
+LEFT_OUT = "its source code leaves out what its configuration or parts require"
 
 
 def of_code(call: Call) -> dict[str, Expected]:
     """Outputs by their formulas. Raises Declined."""
+    return only(_of_code(call), source=BY_OWN_CODE)
+
+
+def _of_code(call: Call) -> dict[str, Expected]:
     texts = call.attrs.get(FORWARD)
     if not isinstance(texts, dict) or not all(isinstance(t, str) for t in texts.values()):
         raise Declined(NO_FORMULA)
@@ -202,6 +207,7 @@ class Formula:
     def __init__(self, call: Call, role: str):
         self._call, self._shape = call, call.outputs[role].shape
         self._size = math.prod(self._shape)
+        self._read: dict[tuple[str, int], Expected] = {}
 
     def expected(self, text: str) -> Expected:
         try:
@@ -212,7 +218,7 @@ class Formula:
             raise Declined(NO_FORMULA)
         try:
             y = self._value(tree)
-        except RecursionError:
+        except (RecursionError, ArithmeticError):
             raise Declined(NO_FORMULA) from None
         if not isinstance(y, Expected):
             raise Declined(NO_FORMULA)
@@ -225,6 +231,9 @@ class Formula:
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return float(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            value = self._value(node.operand)
+            return -value if isinstance(value, float) else value
         if isinstance(node, ast.Name):
             return self._here(self._call.tensor(node.id, node.id.removeprefix("_")))
         if isinstance(node, ast.Subscript):
@@ -247,6 +256,11 @@ class Formula:
         return [r for p, found, r in inside(self._call) if (p, found) == (path, role)]
 
     def _output(self, path: str, k: int) -> Expected:
+        if (path, k) not in self._read:
+            self._read[path, k] = self._once(path, k)
+        return self._read[path, k]
+
+    def _once(self, path: str, k: int) -> Expected:
         found, read = self._records(path, f"output.{k}"), self._call.extra.get("read")
         if len(found) != 1 or read is None:
             raise Declined(f"{path} was called {len(found)} times" if len(found) > 1 else f"{path} was not captured")
@@ -285,7 +299,7 @@ class Formula:
 
 
 NO_FORMULA = "a block whose formula this release does not know"
-_LONGEST = 4000
+_LONGEST, _SHORT = 4000, 200
 _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
@@ -304,26 +318,52 @@ def _errors(e: Any) -> tuple[Any, Any]:
     return (zero, zero) if isinstance(e, float) or e.noise is None else (e.noise, e.bound)
 
 
-def by_class(call: Call, usual: Callable[[Call], Mapping[str, Expected]], note: str = "") -> dict[str, Expected]:
+Usual = Callable[[Call], Mapping[str, Expected]]
+
+
+def by_class(
+    call: Call, usual: Usual, note: str = "", *, factor: bool = False, part: bool = False
+) -> dict[str, Expected]:  # fmt: skip
     """By the block's own code where the capture recorded it, else what blocks of such a class usually do, with
-    ``note``; without one, only where that is what it gave: code that could not be followed may do more."""
+    ``note``; without one, only where that is what it gave: code that could not be followed may do more. factor, part:
+    the configuration has a factor, or the block a gate, that ``usual`` applies: the code must agree with it."""
     code = call.attrs.get(FORWARD)
     if code:
         try:
-            return of_code(call)
+            found = of_code(call)
         except Declined:
             if "output.0" in code:
                 raise
-    found = usual(call)
+        else:
+            return _as_required(call, found, usual, factor) if factor or part else found
+    by_name = usual(call)
     if code is not None and not note:
-        found = {role: e for role, e in found.items() if torch.equal(e.value, call.outputs[role].double())}
-        decline_if(not found, NOT_HANDED_ON)
-    return only(found, note=note)
+        by_name = {role: e for role, e in by_name.items() if torch.equal(e.value, call.outputs[role].double())}
+        decline_if(not by_name, NOT_HANDED_ON)
+    return only(by_name, note=note, by_name=bool(note))
+
+
+def _as_required(call: Call, found: Mapping[str, Expected], usual: Usual, factor: bool) -> dict[str, Expected]:
+    """``found`` by a block's own code. Outputs that ``usual`` gives otherwise must be those of ``usual`` where the
+    configuration has a ``factor``, and are not right by their code elsewhere."""
+    try:
+        due = usual(call)
+    except Declined:
+        return dict(found)
+    other = {role: e for role, e in due.items() if role in found and e.value.shape == found[role].value.shape
+             and not torch.allclose(e.value, found[role].value, rtol=_SAME, atol=_SAME)}  # fmt: skip
+    if factor:
+        return {**found, **only(other, note=LEFT_OUT)}
+    return {**found, **{role: replace(found[role], unseen=f"{LEFT_OUT} (a golden decides)") for role in other}}
+
+
+_SAME = 1e-9
+"""Two formulas of one value in float64 differ by less."""
 
 
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_layer, BY_NAME)
+    return by_class(call, _usual_layer, BY_NAME, factor=residual_factor(call) != 1.0)
 
 
 def _usual_layer(call: Call) -> dict[str, Expected]:
@@ -381,15 +421,22 @@ def _with_recurrence(call: Call, found: dict[str, Expected]) -> dict[str, Expect
 
 @reference("*MLP")
 def mlp(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_mlp, BY_NAME)
+    return by_class(call, _usual_mlp, BY_NAME, factor=_down_factor(call) is not None, part=bool(_gates(call)))
+
+
+def _gates(call: Call) -> list[Any]:
+    return [r for path, role, r in call.extra.get("children", ()) if (path, role) == ("expert_gate", "output.0")]
+
+
+def _down_factor(call: Call) -> Any:
+    """What an MLP multiplies its output with (Falcon H1), else None."""
+    return call.attrs.get("down_multiplier", (call.config.get("mlp_multipliers") or (None, None))[-1])
 
 
 def _usual_mlp(call: Call) -> dict[str, Expected]:
-    gates = [f for f in inside(call) if f[0] == "expert_gate" and f[1] == "output.0"]
-    if gates:
-        return {"output.0": _gated(call, gates[-1][2])}
-    found = _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h")
-    factor = call.attrs.get("down_multiplier", (call.config.get("mlp_multipliers") or (None, None))[-1])
+    if gates := _gates(call):
+        return {"output.0": _gated(call, gates[-1])}
+    found, factor = _last(call, "down_proj", "fc2", "c_proj", "dense_4h_to_h"), _down_factor(call)
     if factor is None or "output.0" not in found:
         return found
     return found | {"output.0": Expected(float(factor) * found["output.0"].value)}

@@ -31,7 +31,8 @@ samples, which have a leading dimension."""
 INSIDE = "inside."
 SAMPLES = 8
 _LONGEST = 1 << 30
-"""Chosen: numbers of a state times rows of a call, a few seconds; a longer call has no reference."""
+"""Chosen: numbers of a state times rows of a call, a few seconds; requests beyond it have no reference."""
+_TOO_LONG = "a recurrence that is too long to be computed again here"
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,13 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 
+def _key(call: Call) -> tuple[Any, ...]:
+    """What the states of a call follow from, besides rows: causes try other parameters and attributes."""
+    tensors = {**call.params, **call.extra.get("inner_params", {})}
+    bits = ((n, t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)) for n, t in tensors.items())
+    return (*sorted((n, hash(b.numpy().tobytes())) for n, b in bits), str(call.attrs))
+
+
 def carried(call: Call) -> dict[str, Expected]:
     """What the recurrence made, by role. Raises Declined."""
     kind, cache = KINDS[call.cls], call.extra.get("cache")
@@ -178,31 +186,34 @@ def carried(call: Call) -> dict[str, Expected]:
     stored = 0.0 if call.extra.get("wide_state") else unit
     found = {role: RowResults(len(call.outputs[role])) for role in roles}
     size = max(1, *(torch.Size(mixer.state).numel(), mixer.channels))
-    other = call.extra.get("start")
+    other, left, long, key = call.extra.get("start"), _LONGEST, False, _key(call)
     for at, positions, past in cache.requests():
         first, stop = int(positions[0]), len(positions) + int(positions[0])
-        known: dict[int, tuple[State, State | None]] = past.get(CARRIED, {})
+        store: dict[Any, dict[int, tuple[State, State | None]]] = past.get(CARRIED, {})
+        known = store.get(key, {})
         begun = max((n for n in known if n <= first), default=0)
-        decline_if((stop - begun) * size > _LONGEST, "a recurrence that is too long to be computed again here")
+        if (stop - begun) * size > left:
+            long = True
+            continue
+        left -= (stop - begun) * size
         plain: tuple[State, State | None] = known.get(begun, (mixer.zero(), None))
         state: tuple[State, State | None] = both(mixer, unit, stored, past, (begun, first), plain)[1]
         if other is not None and (instead := other(at, positions)) is not None:
             state = (instead, None)
         results, after = both(mixer, unit, stored, past, (first, stop), state)
-        if other is None and CARRIED in past:
-            known.clear()
-            known |= {first: state, stop: after}
+        if other is None and (not store or key in store):
+            store[key] = {first: state, stop: after}
         for role in roles:
             value, noise = spread_of(*results[role.removeprefix(INSIDE)], mixer.groups)
             found[role].put(at, (value, noise))
     made = {}
     for role, rows in found.items():
         if not rows.parts:
-            raise Declined(cache.why or "no row has its whole history in the dump")
+            raise Declined(_TOO_LONG if long else cache.why or "no row has its whole history in the dump")
         value, noise = rows.parts
         out = call.outputs[role]
         decline_if(value.numel() != out.numel(), "what its recurrence made has another shape")
-        reason = cache.why or "no row of a request"
+        reason = cache.why or (_TOO_LONG if long else "no row of a request")
         e = Expected(value, noise, rows=rows.rows(), reason=reason, groups=mixer.groups, shared=True)
         made[role] = reshaped(e, out.shape)
     return made
@@ -242,7 +253,8 @@ class OtherStates:
 
 
 CARRIED = "carried state"
-"""In a request's past: states after so many of its rows, exact and sampled."""
+"""In a request's past: states after so many of its rows, exact and sampled, by what they follow from (`_key`): of the
+first such call alone."""
 
 
 def both(

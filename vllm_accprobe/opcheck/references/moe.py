@@ -241,13 +241,13 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
     weights, clear = route(logits.double(), ids.shape[1], tie=4 * step, **settings)
     at = ids.long().clamp(min=0)
     value = torch.where(ids >= 0, weights.gather(1, at), 0.0)
-    size, shared = 2.0 * step, 0.0
+    size, groups = torch.full_like(value, 2.0 * step), None
     if settings.get("scoring") == _SOFTMAX and not settings.get("renormalize"):  # perhaps e**(x - log sum e**x)
         total = logits.double().logsumexp(-1, keepdim=True)
-        size = step * (2.0 + (logits.double().gather(1, at) - total).abs())
-        shared = step * float(total.abs().amax()) if len(total) else 0.0
-    return Expected(value, size * value, unit=step, common=2 * step + shared, rows=clear, reason=TIED,
-                    bound=(step + size + shared + 2.0 * APPROXIMATE) * value + subnormal(step))  # fmt: skip
+        size = size + ROUNDED * step * ((logits.double().gather(1, at) - total).abs() + total.abs())
+        groups = 1.0  # a row's weights share the error of the sum; two rows share none
+    return Expected(value, size * value, unit=step, common=2.0 * step, rows=clear, reason=TIED, groups=groups,
+                    bound=(step + size / ROUNDED + 2.0 * APPROXIMATE) * value + subnormal(step))  # fmt: skip
 
 
 def _routing(call: Call, experts: int) -> Expected:

@@ -285,7 +285,7 @@ def _checked(
     message = message_of(v, request, position, expected, len(rows))
     what = record.role, record.dtype, record.shape, record.seq
     row = judged(c, what, v, measures, (count, len(rows), left), message, (request, position))
-    row = on_grid(row, record, dtype)
+    row = on_grid(replace(row, by_name=expected.by_name), record, dtype)
     if expected.rows is not None and len(rows) < count:
         row = replace(row, left=tuple(((~expected.rows).nonzero().flatten() + (first + c.first)).tolist()))
     if evidence:

@@ -27,7 +27,6 @@ from vllm_accprobe.comparison.built import BuiltCheck, check_built_of
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RunnerCheck
 from vllm_accprobe.comparison.weight_places import (
     ADDRESS,
-    HALVES,
     ROUNDS,
     UNKNOWN,
     RowsFound,
@@ -60,6 +59,8 @@ CONFIG, WEIGHTS = "config.json", "weights"
 """Classes of rows of opcheck.csv that are of no operator, in addition to ``cache`` and ``runner``."""
 MOST_BYTES, MOST_SECONDS, MOST_FOUND = 8 << 30, 30.0, 50
 """Bytes of a checkpoint that are read, for how long, and findings that are listed."""
+MOST_ROWS = 1 << 24
+"""Rows of a weight that are put into another order."""
 NO_TENSOR = "the checkpoint has no tensor of that name and shape"
 OWN_FORM = "loaded in a form of its own: no layer's is the checkpoint's"
 TOO_MUCH = "beyond the time or the bytes for reading the checkpoint"
@@ -214,6 +215,12 @@ def _against_checkpoint(
             continue
         due = row_keys(_bits(piece))
         kind = any_layers(*place[1:])
+        order = _turned_rows(place[1], module) if turned and place[2] == "weight" else _NO_ORDER
+        if order is None:
+            out.unchecked[OWN_FORM] += 1
+            continue
+        if len(order) == len(due):
+            piece, due = piece[torch.from_numpy(order)], due[order]
         if len(due) != len(keys):
             out.unchecked[NO_TENSOR] += 1
             continue
@@ -221,10 +228,8 @@ def _against_checkpoint(
             right[kind] += 1
             continue
         times = state.written()
-        found = _explained(checkpoint, place, p, keys, piece, due, layouts.get(place), dump)
-        if turned and place[1].endswith("qkv_proj") and found.text.endswith(HALVES):
-            right[kind] += 1
-            continue
+        layout = None if len(order) else layouts.get(place)  # no rank's rows stand so in the checkpoint
+        found = _explained(checkpoint, place, p, keys, piece, due, layout, dump)
         wrong[kind].append((place, p, found, times is not None and not times.any()))
     out.held = sum(right.values())
     for kind, some in wrong.items():
@@ -240,6 +245,25 @@ def _against_checkpoint(
                 f"is not the checkpoint's: {found.text}")  # fmt: skip
             out.loaded.append(LoadedFault(rank, tap, p.cls, name, f"{tap}.{name} {how}", found))
     out.loaded = _once(out.loaded)
+
+
+_NO_ORDER = np.zeros(0, np.int64)
+
+
+def _turned_rows(tap: str, module: Module | None) -> np.ndarray | None:
+    """int64 [rows]: the rows of the checkpoint's q, k and v in the order of `_TURNED`; empty for a module without
+    them, None where its heads were not recorded."""
+    if not tap.endswith("qkv_proj") or tap.startswith("vision"):
+        return _NO_ORDER
+    attrs = module.attrs if module is not None else {}
+    head, heads, kv = (attrs.get(n) for n in ("head_size", "num_heads", "num_kv_heads"))
+    if not isinstance(head, int) or not isinstance(heads, int) or not isinstance(kv, int) or head < 1 or head % 2:
+        return None
+    if module is None or (heads + 2 * kv) * head > MOST_ROWS or min(heads, kv) < 0:
+        return None
+    rows = np.arange((heads + 2 * kv) * head).reshape(-1, head)
+    turned = np.concatenate([rows[:, 0::2], rows[:, 1::2]], 1)
+    return np.concatenate([turned[: heads + kv].ravel(), rows[heads + kv :].ravel()])
 
 
 def _once(faults: Iterable[LoadedFault]) -> list[LoadedFault]:

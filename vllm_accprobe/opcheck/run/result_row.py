@@ -44,7 +44,7 @@ class CheckResult:
     reference.py's CacheRounding. smallest: the relative errors that would have been named at least, of all rows, of a
     column and of one row (floors/pooled.py), None where no limit was in force. replayed: runs of the tensor's rows,
     (first, one behind the last), where a replay left out the others; () where it left out none. cause: why it is wrong,
-    a sentence, where that is proved (opcheck/causes), else ""."""
+    a sentence, where that is proved (opcheck/causes), else "". by_name: by what blocks of its class usually do."""
 
     tap: str
     cls: str
@@ -80,6 +80,7 @@ class CheckResult:
     smallest: tuple[float, float, float] | None = None
     replayed: tuple[tuple[int, int], ...] = ()
     cause: str = ""
+    by_name: bool = False
 
     @property
     def severity(self) -> float:
@@ -119,8 +120,6 @@ def id_of(rank: int, step: int | None, seq: int) -> str:
     return f"{rank}.{step}.{seq}"
 
 
-BY_NAME = "by its class's name: what its own code does was not recorded"
-"""In messages on layers and MLPs of captures without formulas (references/composite.py)."""
 OWN_CODE = "no block of its class gives what its parts add up to: its own code may do more (a golden decides)"
 
 
@@ -132,7 +131,7 @@ def without_unknown_blocks(rows: Sequence[CheckResult]) -> list[CheckResult]:
     right = {(r.cls, r.role) for r in rows if r.status == PASS}
     wrong: dict[tuple[str, str], set[str]] = {}
     for r in rows:
-        if r.status == FAIL and BY_NAME in r.message and r.tap in outer and (r.cls, r.role) not in right:
+        if r.status == FAIL and r.by_name and r.tap in outer and (r.cls, r.role) not in right:
             wrong.setdefault((r.cls, r.role), set()).add(r.tap)
     unknown = {key for key, taps in wrong.items() if len(taps) > 1}
     none: dict[str, Any] = {"measure": None, "measured": None, "allowed": None, "tier": "", "chance": None, "cause": ""}
@@ -161,6 +160,6 @@ def unchecked(
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
         "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "left": (),
-        "replayed": (), "cause": "",
+        "replayed": (), "cause": "", "by_name": False,
     }  # fmt: skip
     return CheckResult(**empty)
