@@ -420,7 +420,8 @@ def test_a_pack_of_a_streamed_model_has_answers_that_a_server_can_be_sent_along(
     assert "short has one token: a pack needs two or more" in capsys.readouterr().err
     assert not pack.with_name("x.golden.work").exists()
     opened = open_pack(pack, tmp_path / "opened")
-    sent, _ = unpacked(opened.home / pack_file.PROMPTS, tmp_path / "answers")
+    sent, head = unpacked(opened.home / pack_file.PROMPTS, tmp_path / "answers")
+    assert (head.arrive, {r.forced for r in sent.passes[0].values()}) == (["one"], {None})  # as a server is sent them
     alone = streamed(qwen2, ids, tmp_path / "alone", progress=lambda line: None)
     scored = replies.read(tmp_path / "alone" / ANSWERS).passes[0].values()
     assert alone.tensors

@@ -371,17 +371,19 @@ def pack_streamed(
 
 
 def _cut_answers(scored: Sent, lengths: Sequence[int], out: Path) -> Sent:
-    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths``. What an
-    earlier run left in ``out`` is removed."""
+    """``scored``, whose replies follow one token each, as a folder of `send` whose prompts have ``lengths`` and were
+    answered one after another. What an earlier run left in ``out`` is removed."""
     shutil.rmtree(out, ignore_errors=True)
     found = [reply for reply in scored.passes[0].values() if reply.logprobs]
     cut = []
     for reply, n in zip(found, lengths, strict=True):
         whole = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
         later: dict[str, Any] = {key: (getattr(reply, key) or [])[n - 1 :] for key in ("logprobs", "top", "margins")}
-        cut.append(replace(reply, prompt_token_ids=whole[:n], token_ids=whole[n:], **later))
+        cut.append(replace(reply, prompt_token_ids=whole[:n], token_ids=whole[n:], forced=None, **later))
+    one = {"arrive": "one", "answered": len(cut), "refused": 0, "resumed": 0}
+    about = scored.about | {"passes": [one], "settings": scored.about["settings"] | {"arrive": ["one"]}}
     lines = (json.dumps({"id": reply.name, "token_ids": reply.prompt_token_ids}) for reply in cut)
-    replies.begin(out, "\n".join(lines) + "\n", scored.about)
+    replies.begin(out, "\n".join(lines) + "\n", about)
     writer = replies.ReplyWriter(out / replies.pass_name(0))
     for reply in cut:
         writer.add(reply)
