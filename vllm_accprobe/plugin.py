@@ -271,7 +271,7 @@ def _patch_worker_end() -> None:
         try:
             from vllm_accprobe.dump.journal_writer import settle
 
-            procs = kwargs["worker_procs"] if "worker_procs" in kwargs else args[-1]
+            procs = (*args, *kwargs.values())[-1]
             settle(procs, os.environ.get("VLLM_ACCPROBE_DIR", ""))
         except Exception as error:
             _say(f"did not wait for the workers' dumps ({type(error).__name__}: {error})")
