@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from golden_sizes import pack_size
+
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import TOKENS
 from vllm_accprobe.golden.pack import MB, pack
-from vllm_accprobe.golden.sizes import pack_size
 
 Config = dict[str, Any]
 CONFIGS: dict[str, Config] = {

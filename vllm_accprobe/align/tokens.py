@@ -349,7 +349,7 @@ class SampledHistory:
         self._dump, self._rank = dump, rank
         self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
         self._prompts: dict[int, np.ndarray | None] = {}
-        self._asked: dict[int, tuple[tuple[SamplingParameters, np.ndarray | None], ...]] = {}
+        self._requested: dict[int, tuple[tuple[SamplingParameters, np.ndarray | None], ...]] = {}
 
     def of(self, step: int, n: int) -> list[SampledRow]:
         """The rows of the logits of a step, in their order; [] where these are not ``n``."""
@@ -360,15 +360,15 @@ class SampledHistory:
 
     def asked(self, step: int) -> tuple[tuple[SamplingParameters, np.ndarray | None], ...]:
         """What the requests of a step require, with the distinct tokens of each one's prompt."""
-        if step not in self._asked:
+        if step not in self._requested:
             space = self._dump.rows.get((self._rank, step, LOGITS))
             found: list[tuple[SamplingParameters, np.ndarray | None]] = []
             for req in dict.fromkeys(s.req for s in space.segments) if space is not None else ():
                 request = self._dump.requests.get((self._rank, req))
                 if request is not None and request.sampling is not None and len(found) < _KINDS:
                     found.append((request.sampling, self._prompt(req, request)))
-            self._asked = {step: tuple(found)}
-        return self._asked[step]
+            self._requested = {step: tuple(found)}
+        return self._requested[step]
 
     def row(self, step: int, at: int) -> SampledRow | None:
         """The ``at``-th of them; None where there is none."""

@@ -374,7 +374,7 @@ def _harness_requests(line: Item) -> list[dict[str, Any]]:
     continuation as one text, of which one more token is asked, because what was scored are the prompt's own tokens."""
     found: list[dict[str, Any]] = []
     for first, *others in _arguments(line):
-        request = _asked(first)
+        request = _request_of(first)
         if request is None:
             continue
         how = next((o for o in others if isinstance(o, dict)), None)
@@ -388,7 +388,7 @@ def _harness_requests(line: Item) -> list[dict[str, Any]]:
     return found
 
 
-def _asked(first: Any) -> dict[str, Any] | None:
+def _request_of(first: Any) -> dict[str, Any] | None:
     if isinstance(first, list) and len(first) == 1:  # messages are wrapped, as json in a list
         first = first[0]
     if not isinstance(first, str):

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +53,7 @@ from vllm_accprobe.standards.limits import Limits, Standard
 ESTIMATED = "estimated from a sketch"
 OTHER_MATRIX = "sketches of two packs that were made by other signs"
 ROUTED = "sketches behind a router, which do not say which experts were chosen"
+UNREADABLE = "sketched rows whose tensor cannot be read"
 GOLDEN_NONFINITE = "sketched rows where golden holds NaN or infinity: a sketch cannot compare them"
 _ROUTING_TAP = re.compile(r"(?:^|\.)(?:experts|gate|router)(?:\.|$)")
 _ROUTING_CLASS = re.compile(r"(?:MoE|MoeBlock|Experts)$")
@@ -305,16 +306,19 @@ class _Estimates:
             at = np.flatnonzero(there.keep & np.isin(there.keys, keys))
             if not len(at):
                 continue
-            with suppress(Unread):
+            try:
                 block = self._loaders[side].load(group)
-                if block.data.shape[1] != place.width or len(block.data) != len(there.keys):
-                    continue
-                if signs is None:
-                    assert pack is not None
-                    signs = pack.sketches.signs(place)
-                some = Sketch.of(widen(block.data[at], block.dtype), signs)
-                for i, key in enumerate(there.keys[at].tolist()):
-                    found[key] = float(some.norm[i]), some.numbers[i], 0.0, number
+            except Unread:
+                self.skipped[UNREADABLE] += len(at)
+                continue
+            if block.data.shape[1] != place.width or len(block.data) != len(there.keys):
+                continue
+            if signs is None:
+                assert pack is not None
+                signs = pack.sketches.signs(place)
+            some = Sketch.of(widen(block.data[at], block.dtype), signs)
+            for i, key in enumerate(there.keys[at].tolist()):
+                found[key] = float(some.norm[i]), some.numbers[i], 0.0, number
         self._loaders[side].forget()
         return found
 

@@ -418,7 +418,7 @@ class RequestedRow:
         return "", "equal logits, parameters and seed, and another token than golden's" if known else ""
 
 
-NOT_ASKED = RequestedRow()
+NOT_REQUESTED = RequestedRow()
 
 
 def _ways(check: Mapping[str, Any]) -> tuple[Way, ...]:
@@ -431,7 +431,7 @@ def judge_flip(
     flip: Flip,
     logits_agree: bool | None,
     masks: tuple[Masking, Masking] = (NOTHING, NOTHING),
-    requested: RequestedRow = NOT_ASKED,
+    requested: RequestedRow = NOT_REQUESTED,
 ) -> str:
     """One of NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED,
     OTHERWISE. golden, mine: the best logits as the model gave them. logits_agree: within limits, None where not

@@ -300,7 +300,7 @@ def figures(stats: Stats) -> Figures:
     return stats.max, stats.min, stats.mean, stats.l2
 
 
-def said(pair: tuple[Figures, ...]) -> str:
+def figures_text(pair: tuple[Figures, ...]) -> str:
     """``golden | mine: max 1 | 2, ...``"""
     both = [(n, g, m) for n, g, m in zip(NAMES, *pair, strict=True) if g is not None or m is not None]
     return "golden | mine: " + ", ".join(f"{n} {_text(g)} | {_text(m)}" for n, g, m in both) if both else ""

@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
-from vllm_accprobe.comparison.measure.read import said as figures_text
+from vllm_accprobe.comparison.measure.read import figures_text
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.dump.record_table import by_column
 from vllm_accprobe.dump.schema import DECODE, PREFILL

@@ -148,14 +148,14 @@ class Trials:
         variables: Iterable[str] = (),
     ):  # fmt: skip
         self._variables = frozenset(variables)
-        self._out, self._asked, self._versions, self._made = out / "trials", prompts, dict(versions), dict(made)
+        self._out, self._prompts, self._versions, self._made = out / "trials", prompts, dict(versions), dict(made)
         self._ran: set[str] = set()
 
     def key(self, command: ServeCommand, again: int = 0) -> str:
         """Of everything that decides a trial's numbers; again: counts repetitions of the same."""
         named = self._variables | {name for name, _ in command.environ}
         environ = {k: v for k, v in command.full().items() if k in named or (_DECIDES.match(k) and not _NOT.match(k))}
-        what = [command.words, sorted(environ.items()), self._asked.digest(), sorted(self._versions.items()), again]
+        what = [command.words, sorted(environ.items()), self._prompts.digest(), sorted(self._versions.items()), again]
         return hashlib.sha256(json.dumps(what).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
     def known(self, command: ServeCommand, again: int = 0) -> Tried | None:
@@ -193,7 +193,7 @@ class Trials:
         return found
 
     def _serve(self, command: ServeCommand, place: Path) -> None:
-        answers, environ = self._asked, command.full()
+        answers, environ = self._prompts, command.full()
         # The custom operators of the model are told at this level alone; with --enable-log-requests it tells prompts.
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
