@@ -9,7 +9,7 @@ from synthetic_model import capture
 from vllm_accprobe.comparison.engine import open_both
 from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measurer import UnitMeasurer, _few
-from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, common, figures, said, statistics_error
+from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, common, figures, figures_text, statistics_error
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.kernels import structure
@@ -127,7 +127,7 @@ def test_zeros():
 
 def test_words():
     part = Stats(4, None, 2.0, None, None, 0, 0)
-    assert said((figures(BASE), figures(part))) == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
+    assert figures_text((figures(BASE), figures(part))) == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
     none = Stats(4, None, None, None, None, 0, 0)
-    assert said((figures(none), figures(none))) == ""
+    assert figures_text((figures(none), figures(none))) == ""
     assert (common(BASE, part), common(BASE, none)) == (True, False)
