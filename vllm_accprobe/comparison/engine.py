@@ -33,6 +33,7 @@ from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.measure.sampler_rows import RequestedRows
 from vllm_accprobe.comparison.notes import differing
+from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.relations import links_of, sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
@@ -43,6 +44,7 @@ from vllm_accprobe.comparison.store import Finished, identity
 from vllm_accprobe.comparison.verdict.judging import gather, judge
 from vllm_accprobe.comparison.weight_places import located
 from vllm_accprobe.dump.journal import NO_LIVES
+from vllm_accprobe.dump.record_table import Table
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
@@ -180,8 +182,12 @@ def find_standard(standard: str | Standard) -> tuple[Standard, NamedStandard | N
     return (found.limits, None) if found.limits is not None else (Standard(), found)
 
 
+def has_tables(unit: MeasuredUnit) -> bool:
+    return not isinstance(unit.parts, Table) and any(p.table is not None for p in unit.parts)
+
+
 def _shelve(unit: MeasuredUnit, buffer: SpillBuffer) -> None:
-    for part in unit.parts:
+    for part in unit.parts if has_tables(unit) else ():
         if part.table is not None:
             part.table = buffer.keep(part.table)
 
@@ -215,7 +221,7 @@ class _Run:
         for batch in self._measured(missing):
             known.update((u.key, u) for u in batch)
             if finished is not None:  # what was not read is measured again in no time
-                finished.add([u for u in batch if any(p.table is not None for p in u.parts)])
+                finished.add([u for u in batch if has_tables(u)])
             for unit in batch:
                 _shelve(unit, buffer)
             if progress is not None:
@@ -243,6 +249,10 @@ class _Run:
         return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
 
     def _note(self, unit: MeasuredUnit) -> None:
+        if isinstance(unit.parts, Table):  # nothing of it is skipped, and all of it has rows, or nothing
+            if not unit.parts.first.whole:
+                self.compared.setdefault(unit.parts.first.family, set()).update(unit.parts.column("rows"))
+            return
         for part in unit.parts:
             if part.skip:
                 self.skipped[part.skip] += 1
@@ -274,7 +284,7 @@ class _Run:
             attrs={m.tap: dict(m.attrs) for modules in mine.modules.values() for m in modules},
             layers=plan.layers,
             dtypes=[] if golden.run.get(INDEPENDENT) or mine.run.get(INDEPENDENT)
-            else sorted({g.first.dtype for u in activations for g in (*u.golden[:1], *u.mine[:1])}
+            else sorted({Groups.of(g).dtype for u in activations for g in (u.golden, u.mine) if g}
                         | {str(d.run[VALUES]) for d in self.dumps if VALUES in d.run}),
             batches={s: (int(x.batch.get("requests", 0)), int(x.batch.get("tokens", 0)))
                      for (_, s), x in mine.steps.items()},

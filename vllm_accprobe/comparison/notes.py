@@ -23,6 +23,7 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
+from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
 from vllm_accprobe.comparison.runner_inputs import cache_notes, findings, watched
@@ -114,7 +115,7 @@ def _dtypes(plan: Plan) -> list[str]:
     units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
     mixed: Counter[tuple[str, str]] = Counter()
     for u in units:
-        pair = (u.golden[0].first.dtype, u.mine[0].first.dtype)
+        pair = Groups.of(u.golden).dtype, Groups.of(u.mine).dtype
         if pair[0] != pair[1] and rounding_unit(pair[0]) and rounding_unit(pair[1]):
             mixed[pair] += 1
     if not mixed:

@@ -10,7 +10,7 @@ again. What is left out is counted by reason. Not here: measuring and judging (e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,63 +104,88 @@ class RowLog:
     """Filled pair by pair while the engine runs; 4 bytes per row, and 25 of the table, on a shelf."""
 
     shelf: SpillBuffer = field(default_factory=lambda: SpillBuffer(None, BOUND))
-    _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray | None, np.ndarray]] = field(default_factory=dict)
-    """Keys, errors (None for zeros) and decode flags of a pair's rows."""
+    _entries: dict[tuple[Any, ...], tuple[RowSet, np.ndarray | float]] = field(default_factory=dict)
+    """A pair's rows and their errors, or the one that all have."""
 
-    def add_equal(self, pairs: Sequence[Pair], rows: Sequence[RowSet]) -> None:
-        """Pairs of one tensor without an error, with their rows."""
-        if not pairs[0].role.startswith(("output", "inplace")):
-            return
-        for pair, of in zip(pairs, rows, strict=True):
-            if len(of.keys) and len(of.decode) == len(of.keys):
-                self._entries[_name(pair)] = of.keys, None, of.decode
+    def add_alike(self, pairs: Sequence[Pair], rows: Sequence[RowSet], errors: np.ndarray) -> None:
+        """Pairs of one tensor, with their rows, and the one error that all rows of a pair have: float [pairs]."""
+        errors, role = errors.astype(np.float32), pairs[0].role
+        kept = [True] * len(pairs)
+        if not role.startswith(("output", "inplace")):
+            limits = np.array([p.limit or 0.0 for p in pairs], np.float32)
+            kept = [] if role.startswith("param.") else (errors > limits).tolist()
+        for pair, of, error, keep in zip(pairs, rows, errors.tolist(), kept, strict=False):
+            if keep and len(of.keys) and len(of.decode) == len(of.keys):
+                self._entries[_name(pair)] = of, error
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
-        keys, decode = rows.keys, rows.decode
-        if not len(keys) or len(decode) != len(keys) or pair.role.startswith("param."):
+        if len(error) == 1:
+            self.add_alike([pair], [rows], error)
             return
-        if len(error) not in (1, len(keys)):
+        if not len(rows) or not len(rows.decode) == len(error) == len(rows) or pair.role.startswith("param."):
             return
-        error = np.broadcast_to(error, keys.shape).astype(np.float32)
+        error = error.astype(np.float32)
         if not pair.role.startswith(("output", "inplace")):
             bad = np.flatnonzero(error > (pair.limit or 0.0))
             if not len(bad):
                 return
-            keys, error, decode = keys[bad], error[bad], decode[bad]
-        self._entries[_name(pair)] = keys, self.shelf.keep(error), decode
+            rows, error = RowSet(rows.keys[bad], rows.decode[bad]), error[bad]
+        self._entries[_name(pair)] = rows, self.shelf.keep(error)
 
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
-        keys, error, _ = self._entries.get(_name(pair), (NO_ROWS.keys, None, None))
-        return (keys, np.zeros(len(keys), np.float32) if error is None else error) if len(keys) else None
+        rows, error = self._entries.get(_name(pair), (NO_ROWS, 0.0))
+        return (rows.keys, np.broadcast_to(np.float32(error), len(rows))) if len(rows) else None
 
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
-        found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
-        if all(error is None or not error.any() for _, (_, error, _), _ in found):  # no row has anything to tell
+        entries = ((i, self._entries.get(_name(p)), p.limit) for i, p in enumerate(pairs))
+        found = [(i, *entry, np.nan if limit is None else limit) for i, entry, limit in entries if entry is not None]
+        if not any(error if type(error) is float else np.any(error) for _, _, error, _ in found):  # nothing to tell
             found = []
-        owners = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(subject(e[0])) for _, e, _ in found)]))
+        subjects = {rows: subject(rows.keys) for rows in {rows for _, rows, _, _ in found}}
+        owners = np.unique(np.concatenate([np.zeros(0, np.int64), *map(np.unique, subjects.values())]))
+        requests = {rows: np.searchsorted(owners, of).astype(np.int32) for rows, of in subjects.items()}
         labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)
-        n = sum(len(entry[0]) for _, entry, _ in found)
+        n = sum(len(rows.keys) for _, rows, _, _ in found)
         # Filled stretch by stretch: of millions of rows, joined arrays would be most of the memory.
         empty = self.shelf.empty
         out = RowTable(
             labels, empty(n, np.int32), empty(n, np.int32), empty(n, np.int64), empty(n, bool),
             empty(n, np.float32), empty(n, np.float32), self.shelf,
         )  # fmt: skip
-        start = rested = 0
-        for i, (keys, error, decode), limit in found:
-            here = slice(start, start := start + len(keys))
-            out.pair[here] = i
-            out.request[here] = np.searchsorted(owners, subject(keys))
-            out.position[here] = keys & POSITION_MASK
-            out.decode[here], out.error[here] = decode, 0 if error is None else error
+        start = 0
+        for some in _stretches(found):
+            of_pairs, sets, errors, limits = zip(*some, strict=True)
+            lengths = np.fromiter((len(rows.keys) for rows in sets), np.int64, len(sets))
+            here = slice(start, start := start + int(lengths.sum()))
+            out.pair[here] = np.repeat(of_pairs, lengths)
+            out.request[here] = np.concatenate([requests[rows] for rows in sets])
+            out.position[here] = np.concatenate([rows.keys for rows in sets]) & POSITION_MASK
+            out.decode[here] = np.concatenate([rows.decode for rows in sets])
+            alike = np.array([e if type(e) is float else 0.0 for e in errors], np.float32)
+            error = np.repeat(alike, lengths)
+            for e, end in zip(errors, np.cumsum(lengths).tolist(), strict=True):
+                if isinstance(e, np.ndarray):
+                    error[end - len(e) : end] = e
             with np.errstate(divide="ignore", invalid="ignore"):
-                allowed = np.float32(np.nan if limit is None else limit)
-                out.ratio[here] = 0 if error is None else np.where(error == 0, np.float32(0), error / allowed)
-            if start - rested > OFTEN:
-                out.rest()
-                rested = start
+                allowed = np.repeat(np.array(limits, np.float32), lengths)
+                out.ratio[here] = np.where(error == 0, np.float32(0), error / allowed)
+            out.error[here] = error
+            out.rest()
         return out
+
+
+_Entry = tuple[int, RowSet, "np.ndarray | float", float]
+
+
+def _stretches(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
+    """Entries of about OFTEN rows."""
+    begin = rows = 0
+    for i, entry in enumerate(entries, 1):
+        rows += len(entry[1].keys)
+        if rows > OFTEN or i == len(entries):
+            yield entries[begin:i]
+            begin, rows = i, 0
 
 
 def _name(pair: Pair) -> tuple[Any, ...]:

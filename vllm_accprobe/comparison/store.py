@@ -31,6 +31,7 @@ from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.decode import decode
+from vllm_accprobe.dump.record_table import column
 from vllm_accprobe.whole_file import no_space, whole
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
@@ -41,15 +42,15 @@ TUPLES = ("feature", "moment", "stats", "worst", "elements", "figures")
 PLAIN = tuple(f.name for f in fields(Part) if f.name != "rows" and f.name not in TABLES)
 UNIT = ("key", "cls", "rule", "order", "depth", "is_param", "vision", "gap")
 
-_plain_of, _tables_of, _unit_of = attrgetter(*PLAIN), attrgetter(*TABLES), attrgetter(*UNIT)
+_unit_of = attrgetter(*UNIT)
 Known = dict[tuple[bytes, bytes], RowSet]
 """Sets of rows by the bytes of their keys and flags."""
 POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 
 
-def _columns(rows: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Column by column; of one with one object in all rows, but for the first, that object alone."""
-    return [c[:1] if i and len(set(map(id, c))) == 1 else c for i, c in enumerate(zip(*rows, strict=True))]
+def _columns(columns: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Of a column with one object in all rows, but for the first, that object alone."""
+    return [c[:1] if i and len(set(map(id, c))) == 1 else c for i, c in enumerate(columns)]
 
 
 def _rows(columns: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
@@ -94,9 +95,10 @@ class ArrayPools:
 
         out = []
         for u in units:
-            tables = [list(map(self.put, column)) for column in zip(*map(_tables_of, u.parts), strict=True)]
-            arrays = zip(*zip(*(rows(p.rows) for p in u.parts), strict=True), *tables, strict=True)
-            out.append([_unit_of(u), _columns(map(_plain_of, u.parts)), _columns(arrays), self.put(u.columns)])
+            tables = [list(map(self.put, column(u.parts, name))) for name in TABLES] if u.parts else []
+            arrays = [*zip(*map(rows, column(u.parts, "rows")), strict=True), *tables]
+            plain = [column(u.parts, name) for name in PLAIN] if u.parts else []
+            out.append([_unit_of(u), _columns(plain), _columns(arrays), self.put(u.columns)])
         return out
 
     def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:

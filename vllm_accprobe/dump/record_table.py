@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import repeat
-from operator import itemgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.journal import MAX_DIMS, MAX_INT, Event, integer, layout_of, optional_string, short, string
-from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
+from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats, which
 
 BATCH = 512
 """Lines, or records, that are handled together: few enough for the cache of a processor."""
@@ -47,6 +47,43 @@ def by_column(kind: Any, n: int, fields: Mapping[str, Iterable[Any]], same: Mapp
 @cache
 def _setters(kind: Any) -> dict[str, Callable[[Any, Any], None]]:
     return {f.name: getattr(kind, f.name).__set__ for f in dataclasses.fields(kind)}
+
+
+T = TypeVar("T")
+
+
+class Table(Sequence[T]):
+    """``n`` values of a dataclass with slots: columns, and the values where somebody wants one."""
+
+    def __init__(self, kind: type[T], n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any] = NONE):
+        """columns: fields, a value for each; same: the fields that all have alike."""
+        self._kind, self._n, self._columns, self._same = kind, n, columns, same
+
+    @cached_property
+    def _made(self) -> list[T]:
+        return by_column(self._kind, self._n, self._columns, self._same)
+
+    @cached_property
+    def first(self) -> T:
+        columns = {name: values[:1] for name, values in self._columns.items()}
+        return by_column(self._kind, 1, columns, self._same)[0]  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._made[at]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._made)
+
+    def column(self, name: str) -> Sequence[Any]:
+        return self._columns[name] if name in self._columns else [self._same[name]] * self._n
+
+
+def column(values: Sequence[Any], name: str) -> Sequence[Any]:
+    """A field of each."""
+    return values.column(name) if isinstance(values, Table) else list(map(attrgetter(name), values))
 
 
 class TensorSite(NamedTuple):
@@ -197,15 +234,15 @@ class RecordTable(Sequence[Record]):
 
     def __iter__(self) -> Iterator[Record]:
         for start in range(0, len(self), BATCH):
-            yield from self._made(slice(start, start + BATCH))
+            yield from self.made(slice(start, start + BATCH))
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
-            return self._made(at)
+            return self.made(at)
         if not -len(self) <= at < len(self):
             raise IndexError(at)
         at %= len(self)
-        return self._made(slice(at, at + 1))[0]
+        return self.made(slice(at, at + 1))[0]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -240,12 +277,24 @@ class RecordTable(Sequence[Record]):
         order = np.argsort(first)
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
-        return self._made(first[order]), rank[which]
+        return self.made(first[order]), rank[which]
+
+    def names(self, at: np.ndarray) -> list[str]:
+        """`Record.name` of some records; one string for all that have the same."""
+        places = list(zip(self.columns["site"][at].tolist(), self.columns["call"][at].tolist(), strict=True))
+        sites = {place: (self.sites.all[place[0]], place[1]) for place in set(places)}
+        known = {place: f"{s.tap}/{which(s.role, call, s.rows)}" for place, (s, call) in sites.items()}
+        return [known[place] for place in places]
 
     @property
     def ran(self) -> np.ndarray:
         """bool [n]: which records belong to a step."""
         return ~self.of_sites(lambda site: site.parameter)
+
+    @cached_property
+    def payload_sizes(self) -> np.ndarray:
+        """int64 [n]: bytes of each payload, 0 for none."""
+        return np.where(self.columns["seg"] >= 0, self.by_site(lambda site: site.nbytes, np.int64), 0)
 
     @property
     def stored(self) -> int:
@@ -257,7 +306,7 @@ class RecordTable(Sequence[Record]):
         last = np.append((places[:, 1:] != places[:, :-1]).any(axis=0), True)[: len(order)]
         return int(nbytes[order[last]].sum())
 
-    def _made(self, at: slice | np.ndarray) -> list[Record]:
+    def made(self, at: slice | np.ndarray) -> list[Record]:
         c = {name: column[at].tolist() for name, column in self.columns.items()}
         sites = [self.sites.all[i] for i in c["site"]]
         if not sites:
@@ -273,6 +322,43 @@ class RecordTable(Sequence[Record]):
         some = by_column(Stats, len(sites), stats)
         fields["stats"] = [None if n < 0 else one for n, one in zip(c["count"], some, strict=True)]
         return by_column(Record, len(sites), fields)
+
+
+class ListedRecords(RecordTable):
+    """Records that are objects already, as other tools' dumps have them, by the same columns."""
+
+    def __init__(self, records: Sequence[Record]):
+        self.records, sites, stats = list(records), TensorSites(), [r.stats for r in records]
+        columns: dict[str, Any] = {
+            "site": [sites.number(_site_of(r)) for r in records],
+            "step": [-1 if r.step is None else r.step for r in records],
+            "seg": [-1 if r.payload is None else max(r.payload.seg, 0) for r in records],
+            "off": [0 if r.payload is None else r.payload.off for r in records],
+            **{name: [getattr(r, name) for r in records] for name in ("rank", "call", "seq", "hash", "lost")},
+            **{name: [-1 if s is None else getattr(s, name) for s in stats] for name in _COUNTS},
+            **{name: [None if s is None else getattr(s, name) for s in stats] for name in _WORDS},
+        }
+        super().__init__(sites, {name: np.array(columns[name], none.dtype) for name, none in _EMPTY.items()})
+
+    def made(self, at: slice | np.ndarray) -> list[Record]:
+        return self.records[at] if isinstance(at, slice) else [self.records[i] for i in at.tolist()]
+
+    def only(self, which: np.ndarray) -> RecordTable:
+        return ListedRecords(self.made(np.arange(len(self))[which]))
+
+    def names(self, at: np.ndarray) -> list[str]:
+        records, usual = self.made(at), super().names(at)
+        return [name if type(r) is Record else r.name for r, name in zip(records, usual, strict=True)]
+
+
+def table_of(records: Sequence[Record]) -> RecordTable:
+    return records if isinstance(records, RecordTable) else ListedRecords(records)
+
+
+def _site_of(r: Record) -> TensorSite:
+    nbytes = 0 if r.payload is None else r.payload.nbytes
+    return TensorSite(r.tap, r.cls, r.role, r.dtype, r.shape, r.rows, r.row_dim, r.layout, r.sample, r.mutated, r.stride,
+                      r.offset, r.step is None, nbytes)  # fmt: skip
 
 
 def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequence[Event]) -> Columns:

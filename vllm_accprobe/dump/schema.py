@@ -403,7 +403,12 @@ class Record:
     @property
     def which(self) -> str:
         """The name without its tap, whatever a foreign dump's own name is."""
-        return self.role + (f"#{self.call}" if self.call else "") + ("@padding" if self.rows == PADDING else "")
+        return which(self.role, self.call, self.rows)
+
+
+def which(role: str, call: int, rows: str | None) -> str:
+    """`Record.which`."""
+    return role + (f"#{call}" if call else "") + ("@padding" if rows == PADDING else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ Not here: measuring (measurer.py), the files (comparison/store.py), limits and o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -21,8 +21,8 @@ from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.plan.relations import Links, Sources
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.dump.record_table import by_column
-from vllm_accprobe.dump.schema import Record, Stats
+from vllm_accprobe.dump.record_table import Table
+from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.spill_buffer import SpillBuffer
 
 
@@ -114,29 +114,6 @@ class Part:
             part.meet(golden)
         return part
 
-    @classmethod
-    def equal_rows(
-        cls, mine: Sequence[Group], golden: Sequence[Group], rows: Sequence[RowSet], features: Sequence[tuple[int, ...]]
-    ) -> list[Part]:
-        """Of tensors of one tap, role and call whose rows are equal by their hashes."""
-        firsts, theirs = [g.first for g in mine], [g.first for g in golden]
-        stats = list(map(stats_of, mine))
-        counted = [[s for s in own if s is not None] for own in stats]
-        nonfinite = [sum(s.nan + s.inf for s in own) for own in counted]
-        ranks = ({r.rank for r in g.records} for g in mine)
-        return by_column(cls, len(mine), {
-            "golden": names_of(theirs), "mine": names_of(firsts), "step": [r.step for r in firsts],
-            "rank": [own.pop() if len(own) == 1 else None for own in ranks], "moment": [g.moment for g in mine],
-            "dtype_golden": [r.dtype for r in theirs], "dtype_mine": [r.dtype for r in firsts],
-            "call": [r.call for r in firsts], "feature": features, "rows": rows,
-            "family": [family(g.where[2] if g.where else "") for g in mine],
-            "row_norm": [_row_norm(g) for g in golden], "nonfinite": nonfinite,
-            "zero": [not any(s.l2 for s in own) for own in counted],
-            "note": [g.merge.note if g.merge else "" for g in mine],
-            "own_nonfinite": [n > 0 if own and len(own) == len(known) else None
-                              for n, own, known in zip(nonfinite, stats, counted, strict=True)],
-        }, _EQUAL)  # fmt: skip
-
     def meet(self, golden: Group) -> None:
         self.golden, self.dtype_golden = golden.first.name, golden.first.dtype
 
@@ -148,22 +125,9 @@ class Part:
             self.row_norm = _row_norm(golden)
 
 
-_EQUAL = {f.name: f.default for f in fields(Part)} | {"identical": True}
-
-
 def _row_norm(golden: Group) -> float:
     stats, shape = golden.first.stats, golden.first.shape
     return stats.l2 / max(shape[golden.row_dim], 1) ** 0.5 if stats and stats.l2 else 0.0
-
-
-def names_of(records: Sequence[Record]) -> list[str]:
-    """The name of each; one string for all that have the same."""
-    known: dict[tuple[str, str, int, str | None], str] = {}
-    found = []
-    for r in records:
-        key = r.tap, r.role, r.call, r.rows
-        found.append(known.get(key) or known.setdefault(key, r.name) if type(r) is Record else r.name)
-    return found
 
 
 def stats_of(group: Group) -> list[Stats | None]:
@@ -190,7 +154,7 @@ class MeasuredUnit:
     depth: int
     is_param: bool
     vision: bool
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part] | Table[Part] = field(default_factory=list)
     columns: np.ndarray | None = None
     gap: int = 0
 
@@ -199,8 +163,9 @@ class MeasuredUnit:
         place = unit.key, unit.cls, unit.rule, unit.order, unit.depth
         return cls(*place, unit.is_param, unit.vision, list(parts), gap=unit.gap)
 
-    def add(self, part: Part, columns: np.ndarray | None) -> None:
+    def add(self, part: Part, columns: np.ndarray | None = None) -> None:
         """A further part, with its own sums for ``columns``; those of another width are left out."""
+        assert isinstance(self.parts, list)
         self.parts.append(part)
         if self.columns is None or columns is None:
             self.columns = columns if self.columns is None else self.columns

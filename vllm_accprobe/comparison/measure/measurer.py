@@ -27,8 +27,10 @@ from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.measure import read
+from vllm_accprobe.comparison.measure.by_lines import ByLines
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, stats_of
 from vllm_accprobe.comparison.plan import relations
+from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Meeting
 from vllm_accprobe.dump.dtypes import DTYPES, widen
@@ -178,22 +180,30 @@ class UnitMeasurer:
         self.golden, self.mine = read.Loader(dumps[0], cache), read.Loader(dumps[1], cache // 4)
         self.rows = read.RowReader(dumps[0], self.golden), read.RowReader(dumps[1], self.mine)
         self.sides, self.indices = indices.sides, indices
+        self.by_lines = ByLines(indices, self._fitting)
+        self._lengths: dict[tuple[int, int], tuple[np.ndarray, Any]] = {}
 
     def measure(self, unit: Unit) -> MeasuredUnit:
         """A part for every tensor of mine in ``unit``, in order of steps. Raises DumpError."""
         if unit.is_param:
             return MeasuredUnit.of(unit, compare_params(unit, self.golden, self.mine, Standard()))
         found = MeasuredUnit.of(unit)
-        usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
+        goldens, mine = Groups.of(unit.golden), Groups.of(unit.mine)
+        mine = mine.only(np.lexsort((mine.cell, np.maximum(mine.step, 0))))
+        can = np.flatnonzero(self._fitting(0, goldens))
+        at, parts = self.by_lines.parts(unit, goldens, mine, can, whole=not _SORTED.search(unit.key[0]))
+        if len(parts) == len(mine):
+            found.parts = parts
+            return found
+        known = dict(zip(at.tolist(), parts, strict=True))
+        usable: list[Group] = [goldens[i] for i in can.tolist()]
         with_rows = [g for g in usable if g.where is not None]
         wheres = tuple(g.where for g in with_rows if g.where is not None)
         meet = self.indices.meetings(wheres)
         problem = next((g.problem for g in unit.golden if g.problem), "")
-        groups = sorted(unit.mine, key=lambda g: (g.moment[1] or 0, g.moment[0]))
-        equal = self._equal(unit, groups, with_rows, meet)
-        for group in groups:
-            if (known := equal.get(group)) is not None:
-                found.add(known, None)
+        for i, group in enumerate(mine):
+            if i in known:
+                found.add(known[i])
                 continue
             reading = Reading(group, unit, self.kl)
             part = reading.part
@@ -220,38 +230,25 @@ class UnitMeasurer:
         self.mine.forget()
         return found
 
+    def _fitting(self, side: int, groups: Groups) -> np.ndarray:
+        """bool [n]: which groups have a plan, and the row map, made by another journal line, agrees with their own
+        shape."""
+        name = side, id(groups.spaces)
+        if name not in self._lengths:
+            rows = self.sides[side].rows
+            lengths = [len(rows[where].keys) if where in rows else -1 for where in groups.spaces]
+            self._lengths[name] = np.array([*lengths, -2]), groups.spaces
+        rows = [-1 if p is None else -3 if not 0 <= dim < len(p.shape) else p.shape[dim] for p, _, dim in groups.forms]
+        plans = np.array([plan is not None for plan, _, _ in groups.forms], bool)[groups.form]
+        fits = np.array(rows, np.int64)[groups.form] == self._lengths[name][0][groups.space]
+        return plans & ((groups.space < 0) | fits)
+
     def _fits(self, side: int, group: Group) -> bool:
-        """The row map, made by another journal line, agrees with the tensor's own shape."""
         if group.where is None:
             return True
         rows = self.sides[side].rows.get(group.where)
         dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
-
-    def _equal(
-        self, unit: Unit, groups: Sequence[Group], golden: list[Group], meet: Callable[[Space], Meeting | None]
-    ) -> dict[Group, Part]:
-        """Of those that journals alone say are equal, row by row."""
-        features: dict[tuple[int, ...], tuple[int, ...] | None] = {}
-        found = []
-        chooses = is_choice(unit.key[1], unit.cls)
-        for group in groups:
-            if chooses and group.readable and DTYPES[group.first.dtype].kind == "int":
-                continue  # its values are needed even where they are equal
-            fits = group.where in self.indices.kept and group.merge is not None and self._fits(1, group)
-            met = meet(group.where) if fits and group.where is not None else None
-            if met is None or not met.aligned:
-                continue
-            first = golden[met.used[0]]
-            form = id(first.merge), id(group.merge), first.row_dim, group.row_dim
-            if form not in features:
-                features[form] = _feature_of_both(first, group)
-            if features[form] is not None and _same(first, group, met.complete):
-                found.append((group, first, met.rows, features[form]))
-        if not found:
-            return {}
-        own, theirs, rows, shapes = zip(*found, strict=True)
-        return dict(zip(own, Part.equal_rows(own, theirs, rows, shapes), strict=True))
 
     def _rows(self, reading: Reading, golden: list[Group], meet: Callable[[Space], Meeting | None]) -> None:
         group, part, unit = reading.group, reading.part, reading.unit
@@ -267,7 +264,7 @@ class UnitMeasurer:
         part.rows = met.rows
         first = reading.golden[0]
         cuts = read.find_cut(first, group)
-        shapes = [_feature(g, c) for g, c in zip((first, group), cuts, strict=True)]
+        shapes = [read.feature_of(g, c) for g, c in zip((first, group), cuts, strict=True)]
         part.feature = shapes[1]
         if prod(shapes[0]) != prod(shapes[1]):
             part.skip = OTHER_WIDTH
@@ -413,20 +410,6 @@ def _same(golden: Group, mine: Group, all_rows: bool) -> bool:
     return all_rows or not any(s is None or s.nan or s.inf for s in stats_of(mine))
 
 
-def _feature_of_both(golden: Group, mine: Group) -> tuple[int, ...] | None:
-    """The shape of a row of mine, None where golden's has another number of elements, or is compared by no number."""
-    shapes = [_feature(g, c) for g, c in zip((golden, mine), read.find_cut(golden, mine), strict=True)]
-    complex_numbers = DTYPES[mine.first.dtype].kind == "complex"
-    return None if complex_numbers or prod(shapes[0]) != prod(shapes[1]) else shapes[1]
-
-
-def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
-    assert group.merge is not None
-    shape = read.cut_shape(group.merge.shape, cut)
-    dim = group.row_dim
-    return shape[:dim] + shape[dim + 1 :]
-
-
 def _unequal_replicas(group: Group) -> list[int]:
     """Members that should equal the one used, and by their hashes do not."""
     if group.merge is None or group.merge.kind != "one":
@@ -448,7 +431,7 @@ _MOST = 64
 
 def unit_bytes(unit: Unit) -> int:
     """Bytes that the unit's tensors of mine have, and as much for the golden's."""
-    return 2 * sum(r.payload.nbytes for g in unit.mine for r in g.records if r.payload is not None)
+    return 2 * Groups.of(unit.mine).payload_bytes
 
 
 def batches(units: Sequence[Unit], limit: int = BATCH) -> Iterator[list[Unit]]:

@@ -11,8 +11,9 @@ rows are wanted (measurer.py), layouts (align/ranks.py), kernels (kernels/).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -195,6 +196,13 @@ def cut_shape(shape: tuple[int, ...], cut: tuple[int, int] | None) -> tuple[int,
     return shape if cut is None else (*shape[: cut[0]], cut[1], *shape[cut[0] + 1 :])
 
 
+def feature_of(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
+    """The shape of one row."""
+    assert group.merge is not None
+    shape = cut_shape(group.merge.shape, cut)
+    return shape[: group.row_dim] + shape[group.row_dim + 1 :]
+
+
 NEARER = 1 / 16
 """How much of one rank's squared error the sum over ranks may have, to be taken in its place."""
 SUMMED = "the sum over ranks is compared"
@@ -261,7 +269,6 @@ _BY_ERROR = [definition.MISMATCH, definition.DD]
 Figures = tuple["float | None", ...]
 """max, min, mean, norm; None what a tool did not take."""
 NAMES = ("max", "min", "mean", "norm")
-_INFINITE = float("inf"), 0.0
 
 
 def statistics_of(group: Group, loader: Loader) -> Stats | None:
@@ -302,12 +309,18 @@ def figures(stats: Stats) -> Figures:
 
 def figures_text(pair: tuple[Figures, ...]) -> str:
     """``golden | mine: max 1 | 2, ...``"""
-    both = [(n, g, m) for n, g, m in zip(NAMES, *pair, strict=True) if g is not None or m is not None]
-    return "golden | mine: " + ", ".join(f"{n} {_text(g)} | {_text(m)}" for n, g, m in both) if both else ""
+    there = tuple(v is not None for v in (*pair[0], *pair[1]))
+    known = [v for both in zip(*pair, strict=True) for v in both if v is not None]
+    return _figures_template(there) % tuple(known)
 
 
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.9g}"
+@cache
+def _figures_template(there: tuple[bool, ...]) -> str:
+    """there: which figures golden has, then mine."""
+    words = {True: "%.9g", False: "-"}
+    each = zip(NAMES, there[: len(NAMES)], there[len(NAMES) :], strict=True)
+    both = [f"{name} {words[g]} | {words[m]}" for name, g, m in each if g or m]
+    return "golden | mine: " + ", ".join(both) if both else ""
 
 
 def same_weights(golden: Record, mine: Record, allowed: float) -> bool | None:
@@ -323,30 +336,39 @@ def same_weights(golden: Record, mine: Record, allowed: float) -> bool | None:
 
 
 def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
-    """How far two tensors must be apart, from statistics alone: lower bounds of (relative L2 error, lone element's).
+    """`statistics_errors` of one pair."""
+    columns = ({f.name: np.array([np.nan if (v := getattr(s, f.name)) is None else v]) for f in fields(Stats)}
+               for s in (g, m))  # fmt: skip
+    row, peak = statistics_errors(*columns)
+    return float(row[0]), float(peak[0])
+
+
+def statistics_errors(g: Mapping[str, np.ndarray], m: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """How far tensors must be apart, from statistics alone: lower bounds of (relative L2 errors, lone elements').
 
     |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes'
     differences, in units of max(|extreme|, rms), at most the worst element's. Infinite where NaN or infinity differ.
-    A figure that one side does not have says nothing; without golden's norm its extremes are the scale.
+    A figure that one side does not have (NaN) says nothing; without golden's norm its extremes are the scale.
+    g, m: of each field of `Stats`, golden's and mine's.
     """
-    # Some tools say only whether there is any NaN, which is a count of 1.
-    counts = (g.nan, m.nan), (g.inf, m.inf)
-    if g.count != m.count or any(bool(a) != bool(b) or (a != b and min(a, b) > 1) for a, b in counts):
-        return _INFINITE
-    ends = [(a, b) for a, b in ((g.min, m.min), (g.max, m.max)) if a is not None and b is not None]
-    n = max(g.count - g.nan - g.inf, 1)
-    scale = max((abs(a) for a, _ in ends), default=0.0)
-    rms = g.l2 / n**0.5 if g.l2 is not None else scale
-    pairs = [*ends, *((a, b) for a, b in ((g.mean, m.mean), (g.l2, m.l2)) if a is not None and b is not None)]
-    if not rms:
-        return (0.0, 0.0) if all(a == b for a, b in pairs) else _INFINITE
-    parts = [0.0]
-    if g.l2 is not None and m.l2 is not None and g.l2:
-        parts.append(abs(m.l2 - g.l2) / g.l2)
-    if g.mean is not None and m.mean is not None:
-        parts.append(abs(m.mean - g.mean) / rms)
-    peaks = [0.0, *(abs(b - a) / max(abs(a), rms) for a, b in ends)]
-    return float(max(parts)), float(max(peaks))
+    worse = g["count"] != m["count"]
+    for name in ("nan", "inf"):  # some tools say only whether there is any NaN, which is a count of 1
+        a, b = g[name], m[name]
+        worse = worse | ((a > 0) != (b > 0)) | ((a != b) & (np.minimum(a, b) > 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ends = [(np.where(np.isnan(m[name]), np.nan, g[name]), m[name]) for name in ("min", "max")]
+        counts, at = np.unique(np.maximum(g["count"] - g["nan"] - g["inf"], 1), return_inverse=True)
+        scale = np.fmax(np.fmax(abs(ends[0][0]), abs(ends[1][0])), 0.0)
+        rms = np.where(np.isnan(g["l2"]), scale, g["l2"] / np.array([n**0.5 for n in counts.tolist()])[at])
+        norm = np.where(g["l2"] != 0, abs(m["l2"] - g["l2"]) / g["l2"], np.nan)
+        row = np.fmax(np.fmax(norm, abs(m["mean"] - g["mean"]) / rms), 0.0)
+        peaks = [abs(b - a) / np.fmax(abs(a), rms) for a, b in ends]
+        peak = np.fmax(np.fmax(*peaks), 0.0)
+    pairs = [*ends, *((g[name], m[name]) for name in ("mean", "l2"))]
+    differ = np.logical_or.reduce([(a != b) & ~np.isnan(a) & ~np.isnan(b) for a, b in pairs])
+    none = rms == 0
+    infinite = worse | (none & differ)
+    return np.where(infinite, np.inf, np.where(none, 0.0, row)), np.where(infinite | none, 0.0, peak)
 
 
 STRETCH = 4 << 20

@@ -19,6 +19,7 @@ import numpy as np
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, Key, is_choice, is_logits, is_weight, kind_of
 from vllm_accprobe.align.names import TapPair, enclosing
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread
+from vllm_accprobe.comparison.plan.groups import Groups, SeenTensor
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Module, Record, Stats
@@ -221,7 +222,11 @@ Links = dict[Key, "tuple[Key, str]"]
 def links_of(units: Sequence[Unit]) -> Links:
     """The links of all inputs of a plan that have one; keys are mine's."""
     order = {u.key: u.order for u in units}
-    sides = [Makers(order, {u.key: [g.records[0] for g in getattr(u, side)] for u in units}) for side in (GOLDEN, MINE)]
+    sides = []
+    for side in (GOLDEN, MINE):
+        groups = {u.key: Groups.of(getattr(u, side)) for u in units}
+        first = {step for g in groups.values() for step in g.step[g.hashed[:STEPS]].tolist()}
+        sides.append(Makers(order, {key: g.seen(first) for key, g in groups.items()}))
     out: Links = {}
     for key in order:
         found = [side.maker(key) for side in sides] if kind_of(key[1]) == INPUT else [None, None]
@@ -233,9 +238,10 @@ def links_of(units: Sequence[Unit]) -> Links:
 
 
 class Makers:
-    """Whose output each input is, by bytes. order: of each place in the flow; records: of it, one of each step."""
+    """Whose output each input is, by bytes. order: of each place in the flow; records: of it, one of each step, at
+    least of all steps that are among the first `STEPS` of a place."""
 
-    def __init__(self, order: Mapping[Key, int], records: Mapping[Key, Sequence[Record]]):
+    def __init__(self, order: Mapping[Key, int], records: Mapping[Key, Sequence[Record | SeenTensor]]):
         self._order = order
         self.records = {key: [r for r in found if r.hash is not None] for key, found in records.items()}
         wanted = {(r.step, r.hash) for found in self.records.values() for r in found[:STEPS]}

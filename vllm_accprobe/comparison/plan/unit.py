@@ -1,24 +1,23 @@
 """What is compared at one place: a `Unit` of the plan, and how ranks' records make a whole.
 
-The problem: a layout may be recorded, be unknown, or be a merged projection's; and a row-parallel layer may leave its
-all-reduce to nobody. The idea: a `Group` is one side's records of one tensor in one step, with a plan for joining its
-pieces or the reason why there is none (`merged`); the other side's shape may tell. Where a norm reads, bit for bit, a
-rank's partial sum, nobody summed it, and each share is compared as it was used (`loose`). Not here: the joining plans
-(align/ranks.py), which units there are (units.py), measuring (measure/).
+The problem: ranks hold pieces or copies of a tensor; and a row-parallel layer may leave its all-reduce to nobody. The
+idea: a `Group` is one side's records of one tensor in one step, with a plan for joining its pieces or the reason why
+there is none. Where a norm reads, bit for bit, a rank's partial sum, nobody summed it, and each share is compared as it
+was used (`loose`). Not here: the joining plans (align/ranks.py), many groups (groups.py), which units there are
+(units.py), measuring (measure/).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_accprobe.align.data_flow import Key
-from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
+from vllm_accprobe.align.ranks import MergePlan, RankPiece, plan_merge
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.dump.record_table import first_of_each_site, of_sites
-from vllm_accprobe.dump.schema import DEALT, OWN, Layout, Record
+from vllm_accprobe.dump.schema import DEALT, Layout, Record
 from vllm_accprobe.judge.near_ties import Chooser
 
 DEALT_OUT = "of images that were dealt out to ranks, and without rows"
@@ -58,119 +57,11 @@ class Group:
         return (self.merge.kind, self.merge.pieces, used[0].dtype, used[0].shape, tuple(r.hash for r in used))
 
 
-@dataclass(frozen=True)
-class Joining:
-    """What is known of joining ranks' pieces. widths: of each side, see `widths_of`. partners: golden's step → mine's,
-    and mine's → golden's, where steps meet as wholes."""
-
-    widths: tuple[Mapping[str, int], Mapping[str, int]]
-    partners: tuple[Mapping[int, int], Mapping[int, int]] | None = None
-
-    def hint(self, side: int, moment: Moment, others: Mapping[Moment, dict[int, Record]]) -> Record | None:
-        if self.partners is not None and moment[1] is not None:
-            step = self.partners[side].get(moment[1])
-            return _hint(by for (_, s), by in others.items() if s == step)
-        return _hint(others.values())
-
-
-def merged(
-    golden: list[tuple[Moment, dict[int, Record]]], mine: Mapping[Moment, dict[int, Record]], joining: Joining
-) -> tuple[list[Group], list[Group]]:
-    """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
-    usual = _row_dims([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
-    known = dict(golden)
-    general = None if joining.partners is not None else (_hint(mine.values()), _hint(by for _, by in golden))
-    sides: list[list[Group]] = []
-    for side, (own, others) in enumerate(((golden, mine), (list(mine.items()), known))):
-        widths = joining.widths[side]
-        plans: Plans = {}
-        sides.append([
-            _group(m, by, general[side] if general else joining.hint(side, m, others), usual, widths, plans)
-            for m, by in own
-        ])  # fmt: skip
-    return sides[0], sides[1]
-
-
 def alone(record: Record, cell: int) -> Group:
     """One rank's record as a group of its own, for a tensor that only one side has."""
     where = None if record.rows is None or record.step is None else (cell, record.step, record.rows)
     members = [RankPiece(record.rank, record.layout, record.shape, record.dtype, record.hash)]
     return Group((record,), (cell, record.step), where, plan_merge(members), row_dim=record.row_dim)
-
-
-def _row_dims(records: Iterable[Record]) -> dict[int, int]:
-    """Along which dimension the rows of one tap and role lie, by the number of dimensions, from the records where no
-    other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
-    cannot tell. Two engines may give one tensor different numbers of dimensions."""
-    votes: dict[int, Counter[int]] = defaultdict(Counter)
-    for (shape, dim), n in Counter((r.shape, r.row_dim) for r in records if r.rows is not None).items():
-        if not _square(shape, dim):
-            votes[len(shape)][dim] += n
-    return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
-
-
-def _square(shape: tuple[int, ...], dim: int) -> bool:
-    return dim < len(shape) and shape.count(shape[dim]) > 1
-
-
-def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
-    for by in groups:
-        if len(by) == 1:
-            return next(iter(by.values()))
-    return None
-
-
-Plans = dict[tuple[Any, ...], "tuple[MergePlan | None, str, int]"]
-"""Of one tap and role: what is known of one rank's record → its plan, or why there is none, and its row dimension."""
-
-
-def _group(
-    moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int], widths: Mapping[str, int],
-    plans: Plans,
-) -> Group:  # fmt: skip
-    records = tuple(by[rank] for rank in sorted(by)) if len(by) > 1 else tuple(by.values())
-    first = records[0]
-    where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
-    if len(records) > 1:
-        return Group(records, moment, where, *_plan(records, where, hint, usuals, widths))
-    # Layouts are as many as taps and live as long as their records; their own hash would take longer than all the rest.
-    form = first.shape, first.row_dim, first.rows is None, where is None, bool(first.hash)
-    place = (id(first.layout), id(hint), *form)
-    if place not in plans:
-        plans[place] = _plan(records, where, hint, usuals, widths)
-    return Group(records, moment, where, *plans[place])
-
-
-def _plan(
-    records: tuple[Record, ...], where: Space | None, hint: Record | None, usuals: Mapping[int, int],
-    widths: Mapping[str, int],
-) -> tuple[MergePlan | None, str, int]:  # fmt: skip
-    """(how the records are joined, why they are not, the dimension of their rows)."""
-    first = records[0]
-    dim, usual = first.row_dim, usuals.get(len(first.shape))
-    if usual is not None and usual != dim and _square(first.shape, dim) and usual < len(first.shape):
-        dim = usual if first.shape[usual] == first.shape[dim] else dim
-    other = None
-    alike = None if hint is None else _of_rank(hint.shape, len(first.shape))
-    if hint is not None and alike is not None:
-        other = alike
-        if first.rows is not None and hint.row_dim == first.row_dim < len(other):
-            other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
-    if where is None and first.layout.kind == OWN:
-        return None, DEALT_OUT, dim
-    try:
-        members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
-        return plan_merged(first, members, other, widths) or plan_merge(members, other), "", dim
-    except Unmergeable as e:
-        return None, str(e), dim
-
-
-def _of_rank(shape: tuple[int, ...], dims: int) -> tuple[int, ...] | None:
-    """``shape`` with ``dims`` dimensions, where only leading ones make the difference."""
-    more = dims - len(shape)
-    if more >= 0:
-        return (1,) * more + shape
-    return shape[-more:] if all(n == 1 for n in shape[:-more]) else None
 
 
 def widths_of(dump: Any) -> dict[str, int]:
@@ -209,9 +100,9 @@ class Unit:
     rule: str
     order: int
     depth: int
-    golden: list[Group]
-    mine: list[Group]
-    router: tuple[list[Group], list[Group]] | None = None
+    golden: Sequence[Group]
+    mine: Sequence[Group]
+    router: tuple[Sequence[Group], Sequence[Group]] | None = None
     gap: int = 0
     takes: int = 0
     chooser: Chooser | None = None
@@ -223,7 +114,9 @@ class Unit:
 
     @property
     def vision(self) -> bool:
-        return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
+        if isinstance(self.mine, list):
+            return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
+        return bool(self.mine.vision)
 
 
 WHOLE = Layout("replicated")

@@ -34,25 +34,14 @@ from vllm_accprobe.align.tokens import (
 )
 from vllm_accprobe.align.without_row_maps import plan_steps
 from vllm_accprobe.comparison.gaps import NOTHING, Untapped, untapped_of
+from vllm_accprobe.comparison.plan.groups import Groups, Joining, PlacedRecords, merged
 from vllm_accprobe.comparison.plan.relations import OTHER_FACTOR, scaled_elsewhere, with_routers
-from vllm_accprobe.comparison.plan.unit import (
-    SAMPLER,
-    TOKEN,
-    WHOLE,
-    Joining,
-    Loose,
-    Moment,
-    Unit,
-    loose,
-    merged,
-    unsummed_taps,
-    widths_of,
-)
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, WHOLE, Loose, Unit, loose, unsummed_taps, widths_of
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import matches
-from vllm_accprobe.dump.record_table import first_of_each_site, of_new_places, of_sites
+from vllm_accprobe.dump.record_table import ListedRecords, first_of_each_site, of_new_places, of_sites, table_of
 from vllm_accprobe.dump.schema import OWN, Module, Record
 
 ONE_SIDE = "operator calls are in one of the dumps only"
@@ -266,17 +255,16 @@ class Plan:
     def unequal_copies(self) -> int:
         """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
         measured, because they can be errors."""
-        copies = ((g, c) for u in self.units for g in u.golden for c in (g.merge.copies if g.merge else ()))
-        return len({id(g) for g, c in copies if len({g.records[i].hash for i in c} - {None}) > 1})
+        return sum(int(Groups.of(u.golden).unequal_copies().sum()) for u in self.units)
 
     def lines(self) -> list[str]:
         lines = self.requests.lines() + self.tokens.lines() + self.mapped + self.names.lines()
         lines.append(f"ranks: {self.ranks[0]} in golden, {self.ranks[1]} in mine")
         kinds: Counter[str] = Counter()
         for unit in self.units:
-            for group in (*unit.golden[:1], *unit.mine[:1]):
-                if group.merge is not None and len(group.records) > 1:
-                    kinds[f"{group.first.layout.kind} ({group.merge.note or group.merge.kind})"] += 1
+            for groups in map(Groups.of, filter(len, (unit.golden, unit.mine))):
+                if groups.size[0] > 1 and (merge := groups[0].merge) is not None:
+                    kinds[f"{groups[0].first.layout.kind} ({merge.note or merge.kind})"] += 1
         lines += [f"ranks: {n} tensors merged as {kind}" for kind, n in kinds.items()]
         return lines + [f"skipped: {n} {reason}" for reason, n in self.skipped.items()]
 
@@ -294,12 +282,16 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     tokens: TokenPlan
     if stepwise is not None:
         requests, tokens = stepwise.requests, stepwise.tokens
-        sides = [_grouped(d, stepwise.cell, s, parameters=True) for d, s in zip((golden, mine), shares, strict=True)]
+        cell = stepwise.cell
+        sides = [
+            PlacedRecords(t := table_of(_wholes(d, s)), np.fromiter(map(cell, t), np.int64, len(t)))
+            for d, s in zip((golden, mine), shares, strict=True)
+        ]
     else:
         requests = pair_requests(distinct(golden.requests), distinct(mine.requests))
         tokens = align_rows(golden, mine, requests, (_sampled(golden), _sampled(mine)))
         cells = tokens.golden.cells, tokens.mine.cells
-        sides = [_grouped(d, _cell_of(c), s) for d, c, s in zip((golden, mine), cells, shares, strict=True)]
+        sides = [_placed(d, c, s) for d, c, s in zip((golden, mine), cells, shares, strict=True)]
     orders = [_order(golden, sides[0]), _order(mine, sides[1])]
     places = _places(golden, orders[0], taps), _places(mine, orders[1], taps)
     names = pair_names(*places, by_order=not bridged.foreign)
@@ -318,12 +310,12 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
             for call in sides[1].calls(pair.mine.tap, mine_role):
                 key = (pair.mine.tap, mine_role, call)
                 found = sides[0].find((pair.golden.tap, golden_role, call), sides[1].vision(key))
-                if not found:
-                    skipped["golden has no such call"] += len(sides[1].groups[key])
+                if not len(found):
+                    skipped["golden has no such call"] += len(sides[1].keys[key])
                     continue
                 rule = pair.rule if role_rule == "exact" else f"{pair.rule}, roles by {role_rule}"
-                rule = next((r.rule for _, by in found for r in by.values() if isinstance(r, Derived)), rule)
-                golden_groups, mine_groups = merged(found, sides[1].groups[key], joining)
+                rule = _rule(sides[0], found) or rule
+                golden_groups, mine_groups = merged((sides[0], sides[1]), (found, sides[1].keys[key]), joining)
                 golden_key = (pair.golden.tap, golden_role, call)
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
                 units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, golden_groups, mine_groups))
@@ -340,7 +332,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
 
 
 def _untapped(
-    units: Sequence[Unit], sides: Sequence[_Placed], orders: Sequence[Sequence[Key]], names: NamePlan,
+    units: Sequence[Unit], sides: Sequence[PlacedRecords], orders: Sequence[Sequence[Key]], names: NamePlan,
     dumps: tuple[Any, Any],
 ) -> Untapped:  # fmt: skip
     ran = [u for u in units if not u.is_param]
@@ -349,45 +341,30 @@ def _untapped(
     return untapped_of([s.of_one_rank for s in sides], orders, compared, taps, dumps)
 
 
-class _Placed:
-    def __init__(self, groups: dict[Key, dict[Moment, dict[int, Record]]]):
-        self.groups = groups
-        self._calls: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for tap, role, call in groups:
-            self._calls[(tap, role)].append(call)
-
-    def of_one_rank(self) -> dict[Key, list[Record]]:
-        found: dict[Key, list[Record]] = {}
-        for key, moments in self.groups.items():
-            ran = {(cell, step): by for (cell, step), by in moments.items() if step is not None}
-            found |= {key: [ran[moment][min(ran[moment])] for moment in sorted(ran)]} if ran else {}
-        return found
-
-    def calls(self, tap: str, role: str) -> list[int]:
-        return sorted(self._calls[(tap, role)])
-
-    def vision(self, key: Key) -> bool:
-        return any((r.rows or "").startswith("vision") for by in self.groups[key].values() for r in by.values())
-
-    def find(self, key: Key, any_call: bool) -> list[tuple[Moment, dict[int, Record]]]:
-        """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
-        calls = self.calls(key[0], key[1]) if any_call else [key[2]]
-        return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
+def _wholes(dump: Any, shares: Loose) -> Sequence[Record]:
+    """The records; partial sums that count as wholes (unit.py), as such."""
+    if not shares:
+        records: Sequence[Record] = dump.records
+        return records
+    loose = (r.layout.kind == "partial" and (r.rank, r.step, r.hash) in shares for r in dump.records)
+    return [replace(r, layout=WHOLE) if alone else r for r, alone in zip(dump.records, loose, strict=True)]
 
 
-def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
-    return lambda r: own_cell(r.rank) if r.layout.kind == OWN else cells.get(r.rank, 0)
+def _placed(dump: Any, cells: Mapping[int, int], shares: Loose) -> PlacedRecords:
+    """Parameters of all cells are one."""
+    table = table_of(_wholes(dump, shares))
+    ranks, at = np.unique(table.columns["rank"], return_inverse=True)
+    of_rank = np.array([(cells.get(r, 0), own_cell(r)) for r in ranks.tolist()], np.int64).reshape(-1, 2)[at]
+    cell = np.where(table.of_sites(lambda site: site.layout.kind == OWN), of_rank[:, 1], of_rank[:, 0])
+    return PlacedRecords(table, np.where(table.ran, cell, 0))
 
 
-def _grouped(dump: Any, cell_of: Callable[[Record], int], shares: Loose, *, parameters: bool = False) -> _Placed:
-    """shares: partial sums that count as wholes (unit.py). parameters: different cells' are different, too."""
-    groups: dict[Key, dict[Moment, dict[int, Record]]] = {}
-    for r in dump.records:
-        if shares and r.layout.kind == "partial" and (r.rank, r.step, r.hash) in shares:
-            r = replace(r, layout=WHOLE)
-        cell = cell_of(r) if r.step is not None or parameters else 0
-        groups.setdefault((r.tap, r.role, r.call), {}).setdefault((cell, r.step), {})[r.rank] = r
-    return _Placed(groups)
+def _rule(side: PlacedRecords, groups: np.ndarray) -> str | None:
+    """By which rule the first of these records was made of others, if any was."""
+    if not isinstance(side.records, ListedRecords):
+        return None
+    at = np.concatenate([side.order[side.start[g] : side.start[g + 1]] for g in groups.tolist()])
+    return next((r.rule for r in side.records.made(at) if isinstance(r, Derived)), None)
 
 
 def _unsummed_notes(side: str, dump: Any, shares: Loose) -> list[str]:
@@ -399,11 +376,11 @@ def _unsummed_notes(side: str, dump: Any, shares: Loose) -> list[str]:
     return [f"{what}: each rank goes on with its own share"]
 
 
-def _order(dump: Any, side: _Placed) -> list[Key]:
+def _order(dump: Any, side: PlacedRecords) -> list[Key]:
     ran = ((r.step, r.rank, r.seq, (r.tap, r.role, r.call)) for r in of_new_places(dump.records) if r.step is not None)
     ordered = flow_order(ran)
     known = set(ordered)
-    params = [(tap, role) for tap, role, _ in side.groups if (tap, role, 0) not in known]
+    params = [(tap, role) for tap, role, _ in side.keys if (tap, role, 0) not in known]
     return add_parameters(ordered, params, _modules(dump))
 
 

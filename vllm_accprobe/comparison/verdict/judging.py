@@ -44,6 +44,7 @@ from vllm_accprobe.comparison.runner_inputs import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame, pair_status
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.record_table import Table
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MARGIN,
@@ -595,6 +596,9 @@ class _Judge:
             for part in unit.parts:
                 self._param(unit, part)
             return
+        if isinstance(unit.parts, Table) and not self.rerouted.first and not is_choice(unit.key[1], unit.cls):
+            self._by_lines(unit, unit.parts)
+            return
         chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
         found = [(keys, choices) for keys, choices in chosen if len(choices) == len(keys)]
         if found:
@@ -628,6 +632,47 @@ class _Judge:
             self._trace(replace(unit, columns=columns), rows, which, known, created, everywhere, max(allowed, 0.0),
                         weak, shared=shared)  # fmt: skip
 
+    def _by_lines(self, unit: MeasuredUnit, parts: Table[Part]) -> None:
+        """Parts that lines decided, all equal, or all by statistics, of one form, where no row is forgiven."""
+        first, check = parts.first, self.limit_check
+        total, created, rounding = check.limits(unit, [first])[0]
+        rows: Sequence[RowSet] = parts.column("rows")
+        spoken = [self.moments.get(m, NO_ROWS) for m in parts.column("moment")] if first.whole else rows
+        lengths = np.fromiter(map(len, spoken), np.int64, len(parts))
+        floor_of = cache(partial(check.floor_of, unit.key))
+        phases = [None if first.whole else of.phase for of in rows]
+        everywhere, where, which = 0.0, np.zeros(len(parts), bool), _NO_ROWS[0]
+        values = np.zeros(len(parts))
+        if first.identical:
+            floors = [floor_of(phase, 0.0, total.row, rounding) for phase in phases]
+            limits, notes = [total.row] * len(parts), [""] * len(parts)
+            pairs = pair_status.equal_pairs(unit, parts, limits, floors, notes)
+            errors = values
+        else:
+            values = np.array([max(row, peak / self.standard.element) for row, peak in parts.column("stats")])
+            errors = np.where(values > 0, np.inf, values) if total.exact else values
+            known = [floor_of(phase, 1.0, total.row, rounding)[:2] for phase in phases]
+            shown, own = values.tolist(), errors.tolist()
+            floors = [(f, by, v / f if f else None) for (f, by), v in zip(known, shown, strict=True)]
+            pairs = pair_status.statistics_pairs(unit, parts, own, shown, total.row, floors, self.measured.setting)
+            where = errors > 0
+            which = np.flatnonzero(np.repeat(where, lengths))
+            if first.whole:
+                everywhere = float(errors[where & (lengths == 0)].max(initial=0.0))
+        self.log.add_alike(pairs, rows, errors)
+        self.pairs += [
+            (pair, (speaks if pair.status == FAIL else of).keys)
+            for pair, of, speaks in zip(pairs, rows, spoken, strict=True)
+        ]
+        if unit.key[:2] == (SAMPLER, TOKEN):
+            return
+        none = np.zeros(len(which), bool)
+        err, rel = (np.repeat(v[where], lengths[where]) for v in (errors, errors if first.whole else values))
+        one = ((lengths != 1) | first.whole) & (lengths > 0)
+        shared = np.repeat(np.where(one, np.arange(len(one)), -1), lengths) if one.any() else _NO_KEYS
+        self._trace(unit, list(spoken), which, (err, rel, np.zeros(len(which)), none, none), created.row, everywhere,
+                    max(total.row, 0.0), not first.identical, shared=shared)  # fmt: skip
+
     def _trace(
         self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,
         everywhere: float = 0.0, allowed: float = 0.0, weak: bool = False, spoilt: bool = False,
@@ -639,7 +684,8 @@ class _Judge:
         bad = bad if bad is rows.seen.keys else keep(bad)
         err, rel, gain, broken, own = map(keep, columns)
         role = unit.key[1]
-        part = next((p for p in unit.parts if not p.skip), None)
+        settled = isinstance(unit.parts, Table)
+        part = unit.parts.first if isinstance(unit.parts, Table) else next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
@@ -649,7 +695,7 @@ class _Judge:
         self.traces.append(TensorErrors(
             *unit.key, kind_of(role), unit.order, limit, rows.seen, bad, err, everywhere, unit.vision, allowed, weak,
             rel, gain, rounding, unit.columns, part.width if part is not None else 1, broken, own, spoilt, unit.gap,
-            shared, few=any(p.few for p in unit.parts),
+            shared, few=not settled and any(p.few for p in unit.parts),
         ))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
@@ -694,7 +740,7 @@ class _Judge:
         floors = [floor_of(p.phase, 0.0, limit.row, rounding) for p, _, (limit, _, rounding), _ in compared]
         rows = [limit.row for _, _, (limit, *_), _ in compared]
         pairs = pair_status.equal_pairs(unit, parts, rows, floors, [note for *_, note in compared])
-        self.log.add_equal(pairs, [p.rows for p in parts])
+        self.log.add_alike(pairs, [p.rows for p in parts], np.zeros(len(parts)))
         return zip(parts, pairs, strict=True)
 
     def _other(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:

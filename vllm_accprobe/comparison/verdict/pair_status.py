@@ -10,7 +10,7 @@ it (opcheck/proof/decide.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -21,7 +21,7 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.read import figures_text
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
-from vllm_accprobe.dump.record_table import by_column
+from vllm_accprobe.dump.record_table import by_column, column
 from vllm_accprobe.dump.schema import DECODE, PREFILL
 from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import RowErrors, Worst, describe, value_and_limit
@@ -32,9 +32,10 @@ Floor = tuple["float | None", "str | None", "float | None"]
 """(floor of a pair, where that comes from, its error in units of it)."""
 
 
-_EQUAL = {f.name: f.default for f in fields(Pair)} | {
-    **dict.fromkeys(("max_abs_err", "mean_abs_err", "rmse", "worst_row_rel_l2"), 0.0), "worst_row_norm_ratio": 1.0,
-    "nonfinite_mismatch": 0, "status": PASS, "identical": True, "bit_identical": True,
+_UNREAD = {f.name: f.default for f in fields(Pair)} | {"worst_row_norm_ratio": 1.0, "status": PASS}
+_EQUAL = {
+    **dict.fromkeys(("max_abs_err", "mean_abs_err", "rmse", "worst_row_rel_l2"), 0.0), "nonfinite_mismatch": 0,
+    "identical": True, "bit_identical": True,
 }  # fmt: skip
 
 
@@ -42,20 +43,53 @@ def equal_pairs(
     unit: MeasuredUnit, parts: Sequence[Part], limits: Sequence[float], floors: Sequence[Floor], notes: Sequence[str]
 ) -> list[Pair]:
     """Pairs of parts whose numbers are all equal. limits: of their rows; the others as `make_pair` has them."""
-    phases = [p.phase for p in parts]
-    columns: dict[str, Iterable[Any]] = {
-        **dict(zip(_PART, zip(*map(_part_of, parts), strict=True), strict=True)),
-        "shape": [p.feature if p.whole else (len(p.rows.keys), *p.feature) for p in parts],
-        "cosine": [None if p.zero else 1.0 for p in parts],
-        "rel_l2": (relative := [None if p.zero else 0.0 for p in parts]), "max_rel_err": relative,
-        "nonfinite": [p.nonfinite for p in parts], "limit": limits, "phase": phases,
-        "message": [messages.join(p.replicas, p.note, note) for p, note in zip(parts, notes, strict=True)],
-        "rows": [None if p.whole else len(p.rows.keys) for p in parts],
-        "prefill_rel_l2": [None if phase in (None, DECODE) else 0.0 for phase in phases],
-        "decode_rel_l2": [None if phase in (None, PREFILL) else 0.0 for phase in phases],
+    zero = column(parts, "zero")
+    said = zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True)
+    return _unread(unit, parts, floors, {
+        **_EQUAL, "cosine": [None if z else 1.0 for z in zero],
+        "rel_l2": (relative := [None if z else 0.0 for z in zero]), "max_rel_err": relative,
+        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": [messages.join(*s) for s in said],
+    }, [0.0] * len(parts))  # fmt: skip
+
+
+def statistics_pairs(
+    unit: MeasuredUnit, parts: Sequence[Part], errors: Sequence[float], values: Sequence[float], limit: float,
+    floors: Sequence[Floor], setting: ComparisonContext,
+) -> list[Pair]:  # fmt: skip
+    """Pairs of parts that statistics decided. errors, values: of all their rows, in units of the limit and as the
+    table shows them."""
+    places: list[tuple[str | None, int | None]] = [(None, None)] * len(parts)
+    wrong = [not error <= limit for error in errors]
+    said = []
+    for i, (rows, figures, note) in enumerate(zip(*(column(parts, n) for n in ("rows", "figures", "note")), strict=True)):
+        if len(rows.keys) == 1 and errors[i] > 0:
+            places[i] = setting.name(int(rows.keys[0]))
+        clause = "statistics differ" if wrong[i] else "no payload: judged by statistics"
+        said.append(messages.join(clause, figures_text(figures), note))
+    return _unread(unit, parts, floors, {
+        "worst_row_rel_l2": values, "status": [FAIL if w else PASS for w in wrong], "message": said, "limit": limit,
+        "worst_request": [request for request, _ in places], "worst_position": [at for _, at in places],
+    }, values)  # fmt: skip
+
+
+def _unread(
+    unit: MeasuredUnit, parts: Sequence[Part], floors: Sequence[Floor], found: Mapping[str, Any], rel: Sequence[float]
+) -> list[Pair]:
+    """found: columns, lists, and fields that all have alike. rel: of all rows of each."""
+    rows, features, wholes = (column(parts, name) for name in ("rows", "feature", "whole"))
+    phases = [None if whole else of.phase for of, whole in zip(rows, wholes, strict=True)]
+    sizes = [None if whole else len(of.keys) for of, whole in zip(rows, wholes, strict=True)]
+    columns: dict[str, Any] = {
+        **{name: column(parts, name) for name in _PART},
+        "shape": [f if n is None else (n, *f) for n, f in zip(sizes, features, strict=True)],
+        "phase": phases, "rows": sizes,
+        "prefill_rel_l2": [None if p in (None, DECODE) else v for p, v in zip(phases, rel, strict=True)],
+        "decode_rel_l2": [None if p in (None, PREFILL) else v for p, v in zip(phases, rel, strict=True)],
         **dict(zip(("floor", "floor_source", "x_floor"), zip(*floors, strict=True), strict=True)),
+        **{name: values for name, values in found.items() if isinstance(values, list)},
     }  # fmt: skip
-    return by_column(Pair, len(parts), columns, _EQUAL | _place(unit))
+    same = {name: value for name, value in found.items() if not isinstance(value, list)}
+    return by_column(Pair, len(parts), columns, _UNREAD | same | _place(unit))
 
 
 def make_pair(

@@ -1,0 +1,285 @@
+"""Pairs that the lines of both journals decide, tensor by tensor of one place, as columns: equal hashes and statistics.
+
+The problem: of most pairs nothing has to be read, and objects for them cost a hundred times what the decision does. The
+idea: which group of golden holds a group's rows follows from moments and row maps alone and is the same for most taps
+(`Partners`, made once); per pair of forms everything but hashes and statistics is known; what is left are comparisons
+of columns. Statistics bound the error from below (read.statistics_error, here for many). Whatever is not plain (rows in
+several tensors, copies that differ, values to be read) is left to the measurer. Not here: reading (measurer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.data_flow import is_choice
+from vllm_accprobe.align.ranks import CAT, ONE
+from vllm_accprobe.align.tokens import NO_ROWS, RowSet
+from vllm_accprobe.comparison.measure import read
+from vllm_accprobe.comparison.measure.measured import Part
+from vllm_accprobe.comparison.plan.groups import Groups
+from vllm_accprobe.comparison.plan.unit import Group, Unit, family
+from vllm_accprobe.comparison.plan.units import Indices
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.record_table import Table
+
+
+@dataclass(frozen=True)
+class Partners:
+    """Of each group of mine: partner, golden's group that has its rows, or -1; complete: whether all its rows are
+    compared; both: and all of golden's; rows: those compared; whole: whether it has no rows."""
+
+    partner: np.ndarray
+    complete: np.ndarray
+    both: np.ndarray
+    rows: Sequence[RowSet]
+    whole: np.ndarray
+
+    @staticmethod
+    def of(golden: Groups, usable: np.ndarray, mine: Groups, indices: Indices) -> Partners:
+        n = len(mine)
+        partner, complete, both = np.full(n, -1), np.zeros(n, bool), np.zeros(n, bool)
+        rows = [NO_ROWS] * n
+        whole = mine.space < 0
+        with_rows = usable[golden.space[usable] >= 0]
+        meet = indices.meetings(tuple(golden.spaces[i] for i in golden.space[with_rows].tolist()))
+        for i in np.flatnonzero(~whole).tolist():
+            where = mine.spaces[mine.space[i]]
+            met = meet(where) if where in indices.kept else None
+            if met is not None and met.aligned:
+                partner[i], complete[i], both[i] = with_rows[met.used[0]], met.complete, met.both
+                rows[i] = met.rows
+        last: dict[Any, int] = {}
+        for i in usable[golden.space[usable] < 0].tolist():
+            moment = golden.moment(i)
+            last[moment[1], indices.batches[0].get(moment)] = last[None, indices.batches[0].get(moment)] = i
+        for i in np.flatnonzero(whole).tolist():
+            moment = mine.moment(i)
+            batch = indices.batches[1].get(moment)
+            if moment[1] is not None and moment not in indices.left_out:
+                partner[i] = last.get((moment[1] if batch is None else None, batch), -1)
+        plain = partner >= 0
+        complete |= whole & plain
+        both |= whole & plain
+        return Partners(partner, complete, both, rows, whole)
+
+
+class ByLines:
+    """fits: whether row maps agree with the shapes of a side's groups. Holds nothing but partners."""
+
+    def __init__(self, indices: Indices, fits: Callable[[int, Groups], np.ndarray]):
+        self.indices, self.fits = indices, fits
+        self._known: dict[tuple[Any, ...], tuple[Partners, Any]] = {}
+
+    def parts(
+        self, unit: Unit, golden: Groups, mine: Groups, usable: np.ndarray, *, whole: bool
+    ) -> tuple[np.ndarray, list[Part] | Table[Part]]:
+        """(which groups of ``mine`` are decided, ascending, their parts). usable: indices of golden's groups that can
+        be compared. whole: tensors without rows as well."""
+        met = self._partners(golden, usable, mine)
+        fit = (met.partner >= 0) & self.fits(1, mine) & (whole | ~met.whole)
+        pieces = []
+        pair = golden.form[met.partner] * len(mine.forms) + mine.form if len(golden) else mine.form
+        for form in np.unique(pair[fit]).tolist():
+            at = np.flatnonzero(fit & (pair == form))
+            pieces += _decided(unit, _Side(golden, met.partner[at]), _Side(mine, at), met)
+        if not pieces:
+            return np.zeros(0, np.int64), []
+        if len(pieces) == 1:
+            return pieces[0]
+        every = np.concatenate([at for at, _ in pieces])
+        parts = [part for _, table in pieces for part in table]
+        order = np.argsort(every)
+        return every[order], [parts[i] for i in order.tolist()]
+
+    def _partners(self, golden: Groups, usable: np.ndarray, mine: Groups) -> Partners:
+        # Lists of spaces are as many as sides and live as long as the plan.
+        name = (id(golden.spaces), id(mine.spaces), *(x.tobytes() for x in (
+            usable, golden.space, golden.cell, golden.step, mine.space, mine.cell, mine.step)))  # fmt: skip
+        if name not in self._known:
+            self._known[name] = Partners.of(golden, usable, mine, self.indices), (golden.spaces, mine.spaces)
+        return self._known[name][0]
+
+
+class _Side:
+    """Groups ``at`` of one form, which has a plan."""
+
+    def __init__(self, groups: Groups, at: np.ndarray):
+        self.groups, self.at = groups, at
+        plan, problem, self.dim = groups.forms[groups.form[at[0]]]
+        assert plan is not None
+        self.plan = plan
+        self.template = Group((), (0, None), None, plan, problem, self.dim)
+        self.used = [self.records(i) for i in plan.use]
+        self.site = groups.records.sites.all[groups.records.columns["site"][self.used[0][0]]]
+        self.first = self.used[0]
+
+    def records(self, member: int) -> np.ndarray:
+        return self.groups.order[self.groups.start[self.at] + member]
+
+    def column(self, name: str, records: np.ndarray) -> np.ndarray:
+        return self.groups.records.columns[name][records]
+
+    @cached_property
+    def readable(self) -> np.ndarray:
+        return np.logical_and.reduce([self.column("seg", r) >= 0 for r in self.used])
+
+    @cached_property
+    def counted(self) -> np.ndarray:
+        """Whether all used records have statistics."""
+        return np.logical_and.reduce([self.column("count", r) >= 0 for r in self.used])
+
+    @cached_property
+    def nonfinite(self) -> np.ndarray:
+        """NaN and infinities in those that have statistics."""
+        each = [(self.column(n, r), self.column("count", r) >= 0) for r in self.used for n in ("nan", "inf")]
+        return np.sum([np.where(known, n, 0) for n, known in each], axis=0)
+
+    @property
+    def unequal(self) -> np.ndarray:
+        """Whether a member that should equal the one used does not, by its hash."""
+        found = np.zeros(len(self.at), bool)
+        for copies in self.plan.copies if self.plan.kind == ONE else ():
+            first = self.column("hash", self.records(copies[0]))
+            for i in copies[1:]:
+                other, stored = (self.column(name, self.records(i)) for name in ("hash", "seg"))
+                found |= ~np.equal(first, None) & ~np.equal(other, None) & np.not_equal(first, other) & (stored >= 0)
+        return found
+
+    def only(self, some: np.ndarray) -> _Side:
+        return _Side(self.groups, self.at[some])
+
+    def statistics(self) -> dict[str, np.ndarray] | None:
+        """Of the whole tensors, None where pieces do not tell it: as recorded, or of disjoint pieces together
+        (align/derived.join_stats). NaN for what was not taken."""
+        each = [{name: self.column(name, r) for name in FIGURES} for r in self.used]
+        if self.plan.kind == ONE:
+            return each[0]
+        sites = self.groups.records.sites.all
+        shapes = [sites[self.column("site", r)[0]].shape for r in self.used]
+        whole = [(k, 0, shape[self.plan.dim or 0]) for k, shape in enumerate(shapes)]
+        if self.plan.kind != CAT or sorted(self.plan.pieces) != whole:
+            return None
+        counts = [s["count"] - s["nan"] - s["inf"] for s in each]
+        some = [n != 0 for n in counts]
+        out = {name: np.sum([s[name] for s in each], axis=0) for name in ("count", "nan", "inf")}
+        lost = np.logical_or.reduce([s["count"] < 0 for s in each]) | ~np.logical_or.reduce(some)
+        for s, n in zip(each, some, strict=True):
+            lost |= n & np.isnan([s[name] for name in ("min", "max", "mean", "l2")]).any(0)
+        out["count"] = np.where(lost, -1, out["count"])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean = sum(np.where(np.isnan(s["mean"]), 0.0, s["mean"]) * n for s, n in zip(each, counts, strict=True))
+            out["mean"] = mean / sum(counts)
+        squares = (np.array([x**2 if there else 0.0 for x, there in zip(s["l2"].tolist(), n.tolist(), strict=True)])
+                   for s, n in zip(each, some, strict=True))  # fmt: skip
+        out["l2"] = np.array([x**0.5 for x in sum(squares, np.zeros(len(self.at))).tolist()])
+        out["min"] = np.fmin.reduce([np.where(n, s["min"], np.nan) for s, n in zip(each, some, strict=True)])
+        out["max"] = np.fmax.reduce([np.where(n, s["max"], np.nan) for s, n in zip(each, some, strict=True)])
+        return out
+
+
+FIGURES = ("count", "nan", "inf", "min", "max", "mean", "l2")
+Piece = tuple[np.ndarray, Table[Part]]
+
+
+def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piece]:
+    whole = bool(met.whole[mine.at[0]])
+    kinds = [DTYPES[side.site.dtype].kind for side in (golden, mine)]
+    cuts = read.find_cut(golden.template, mine.template)
+    if whole:
+        shapes = [golden.plan.shape, mine.plan.shape]
+    else:
+        shapes = [read.feature_of(side.template, cut) for side, cut in zip((golden, mine), cuts, strict=True)]
+    if kinds[1] == "complex" or prod(shapes[0]) != prod(shapes[1]):
+        return []
+    equal = np.full(len(mine.at), all(a == b for a, b in (
+        (golden.plan.kind, mine.plan.kind), (golden.plan.pieces, mine.plan.pieces),
+        (golden.site.dtype, mine.site.dtype), (golden.site.shape, mine.site.shape),
+    )) and len(golden.used) == len(mine.used))  # fmt: skip
+    if equal.any():
+        for g, m in zip(golden.used, mine.used, strict=True):
+            digest = mine.column("hash", m)
+            equal &= np.equal(golden.column("hash", g), digest) & ~np.equal(digest, None)
+        equal &= ~mine.unequal & (met.complete[mine.at] | (mine.counted & (mine.nonfinite == 0)))
+    both = met.both[mine.at]
+    left = ~equal & both & ~(golden.readable & mine.readable)
+    if not whole and kinds[1] == "int" and is_choice(unit.key[1], unit.cls):
+        left &= ~mine.readable
+        equal &= ~mine.readable  # its values are needed even where they are equal
+    if unit.key[1].startswith(("input", "inplace")) and "float" in kinds and kinds[0] != kinds[1]:
+        left[:] = False  # relations.mixed
+    found = []
+    if equal.any():
+        g, m = (golden, mine) if equal.all() else (golden.only(equal), mine.only(equal))
+        columns: dict[str, Any] = {"nonfinite": m.nonfinite.tolist()}
+        if not whole:
+            columns["row_norm"] = _row_norms(g)
+        found.append((m.at, _table(g, m, met, shapes[1], columns, whole=whole, identical=True)))
+    if left.any():
+        found += _by_statistics(golden.only(left), mine.only(left), met, shapes[1], whole)
+    return found
+
+
+def _by_statistics(
+    golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], whole: bool
+) -> list[Piece]:
+    sides = [golden.statistics(), mine.statistics()]
+    g, m = sides
+    if g is None or m is None:
+        return []
+    known = [~np.isnan([s[name] for name in ("max", "min", "mean", "l2")]) for s in (g, m)]
+    common = (known[0] & known[1]).any(0) | np.any([s[n] > 0 for s in (g, m) for n in ("nan", "inf")], axis=0)
+    some = (g["count"] >= 0) & (m["count"] >= 0) & common
+    if not some.any():
+        return []
+    if not some.all():
+        golden, mine = golden.only(some), mine.only(some)
+        g, m = ({name: values[some] for name, values in s.items()} for s in (g, m))
+    figures = [
+        zip(*([None if v != v else v for v in s[name].tolist()] for name in ("max", "min", "mean", "l2")), strict=True)
+        for s in (g, m)
+    ]
+    columns = {
+        "stats": list(zip(*(e.tolist() for e in read.statistics_errors(g, m)), strict=True)),
+        "figures": list(zip(*figures, strict=True)),
+    }
+    return [(mine.at, _table(golden, mine, met, shape, columns, whole=whole))]
+
+
+def _row_norms(golden: _Side) -> list[float]:
+    """The rms norm of golden's rows."""
+    rows = max(golden.site.shape[golden.dim], 1) ** 0.5
+    norms = golden.column("l2", golden.first) / rows
+    return np.where((golden.column("count", golden.first) >= 0) & (norms != 0) & ~np.isnan(norms), norms, 0.0).tolist()
+
+
+def _table(
+    golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], columns: dict[str, Any], **same: Any
+) -> Table[Part]:
+    """Parts of groups that are decided. columns, same: what is known beside names and places."""
+    groups, first, at = mine.groups, mine.first, mine.at.tolist()
+    steps = [None if s < 0 else s for s in groups.step[mine.at].tolist()]
+    norms = [(mine.column("l2", r), mine.column("count", r) >= 0) for r in mine.used]
+    some = np.logical_or.reduce([known & (l2 != 0) & ~np.isnan(l2) for l2, known in norms])
+    one = int(groups.size[at[0]]) == 1
+    nonfinite = (mine.nonfinite > 0).tolist()
+    return Table(Part, len(at), {
+        "golden": golden.groups.records.names(golden.first), "mine": groups.records.names(first), "step": steps,
+        "rank": mine.column("rank", first).tolist() if one else [None] * len(at),
+        "moment": list(zip(groups.cell[mine.at].tolist(), steps, strict=True)),
+        "call": mine.column("call", first).tolist(), "rows": [met.rows[i] for i in at],
+        "zero": (~some).tolist(),
+        "own_nonfinite": [n if known else None for n, known in zip(nonfinite, mine.counted.tolist(), strict=True)],
+        **columns,
+    }, _DEFAULTS | {
+        "dtype_golden": golden.site.dtype, "dtype_mine": mine.site.dtype, "feature": shape, "note": mine.plan.note,
+        "family": family("" if met.whole[at[0]] else groups.spaces[groups.space[at[0]]][2]),
+    } | same)  # fmt: skip
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Part)}
