@@ -84,10 +84,12 @@ def measured(
     return {"pairs": pairs, "us": us, "to_alone": ratio, "gb_per_wall_s": by_wall, "gb_per_cpu_s": by_cpu}
 
 
-def own(root: Path, n: int, nbytes: int) -> tuple[Path, Path]:
-    """Tensors of ``nbytes`` in the mean (big_dumps.TAPS: from 0.64 to 2.6 times that)."""
+def own(root: Path, n: int, nbytes: int, *, stats: bool = False) -> tuple[Path, Path]:
+    """Tensors of ``nbytes`` in the mean (big_dumps.TAPS: from 0.64 to 2.6 times that). stats: statistics alone, which
+    differ by rounding."""
     rows = min(max(nbytes >> 11, 2), 512)
-    return write_pair(root, n * nbytes, rows=rows, hidden=int(nbytes / rows / 2 / 1.5625), layers=32, equal=True)
+    hidden = int(nbytes / rows / 2 / 1.5625)
+    return write_pair(root, n * nbytes, rows=rows, hidden=hidden, layers=32, equal=not stats, stats=stats)
 
 
 def files(root: Path, n: int, nbytes: int) -> tuple[Path, Path]:

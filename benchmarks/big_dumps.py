@@ -17,7 +17,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from dump.dumps import put_event
 
+from vllm_accprobe.dump.journal_writer import TensorTemplate
 from vllm_accprobe.dump.schema import hash_tokens
+from vllm_accprobe.dump.stats import StatsCell, tensor_stats
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 TAPS = (
@@ -41,21 +43,24 @@ def write_pair(
     layers: int = 8,
     equal: bool = False,
     ranks: int = 1,
+    stats: bool = False,
 ) -> tuple[Path, Path]:
-    """Two dumps of about ``nbytes`` each in root/golden and root/mine. hidden: of all ranks together."""
+    """Two dumps of about ``nbytes`` each in root/golden and root/mine. hidden: of all ranks together. stats: statistics
+    alone are written, of as many tensors."""
     rng = np.random.default_rng(0)
     largest = int(rows * hidden * max(factor for _, _, factor in TAPS)) // ranks
     values = rng.standard_normal(max(16 << 20, largest + (1 << 20)), np.float32)
     noisy = values if equal else values * (1 + 2**-9 * rng.standard_normal(len(values), np.float32))
     for name, source in (("golden", values), ("mine", values if equal else noisy)):
         for rank in range(ranks):
-            write_dump(root / name, _bfloat16(source), nbytes // ranks, rows, hidden, layers, rank, ranks)
+            write_dump(root / name, _bfloat16(source), nbytes // ranks, rows, hidden, layers, rank, ranks, stats)
     return root / "golden", root / "mine"
 
 
 def write_dump(
-    path: Path, source: np.ndarray, nbytes: int, rows: int, hidden: int, layers: int, rank: int = 0, ranks: int = 1
-) -> int:
+    path: Path, source: np.ndarray, nbytes: int, rows: int, hidden: int, layers: int, rank: int = 0, ranks: int = 1,
+    stats: bool = False,
+) -> int:  # fmt: skip
     """Writes a rank's tensors of ``source`` (bfloat16 bits) until there are ``nbytes``; returns how many tensors."""
     if not rank:
         path.mkdir(parents=True)
@@ -79,11 +84,15 @@ def write_dump(
             size = rows * width * 2
             at = ((tensors * ranks + rank) * 4096) % (len(source) * 2 - size)
             cut = {"kind": "shard", "group": "tp", "index": rank, "size": ranks, "dim": -1, "parts": [[width, 1]]}
-            put_event(writer, source.view(np.uint8)[at : at + size], {
-                "event": "tensor", "step": step, "tap": tap, "class": cls, "role": "output.0", "call": 0, "seq": seq,
-                "dtype": "bfloat16", "shape": [rows, width], "rows": "tokens", "row_dim": 0,
-                **({"layout": cut} if ranks > 1 else {}),
-            })  # fmt: skip
+            bits = source.view(np.uint8)[at : at + size]
+            front = {"event": "tensor", "tap": tap, "class": cls, "role": "output.0", "rows": "tokens", "row_dim": 0,
+                     **({"layout": cut} if ranks > 1 else {})}  # fmt: skip
+            if stats:
+                template = TensorTemplate(front, "bfloat16", (rows, width), 0)
+                writer.line((template, step, 0, seq, StatsCell(tensor_stats(bits.view(np.uint16), "bfloat16"))))
+            else:
+                form = {"step": step, "call": 0, "seq": seq, "dtype": "bfloat16", "shape": [rows, width]}
+                put_event(writer, bits, {**front, **form})
             written, tensors = written + size, tensors + 1
             if written >= nbytes:
                 break

@@ -153,6 +153,8 @@ def severity(pair: Pair) -> float:
     """How bad a pair is: value over limit, 1 and more is beyond it. Non-finite mismatches are infinite, skips -1."""
     if pair.status == SKIP:
         return -1.0
+    if pair.bit_identical and pair.status == PASS:
+        return 0.0
     if pair.nonfinite_mismatch:
         return math.inf
     r = over_limit(pair)

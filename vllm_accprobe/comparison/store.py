@@ -31,7 +31,7 @@ from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.decode import decode
-from vllm_accprobe.dump.record_table import column
+from vllm_accprobe.dump.record_table import Table, column
 from vllm_accprobe.whole_file import no_space, whole
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
@@ -67,6 +67,7 @@ class ArrayPools:
         self.arrays: dict[str, list[np.ndarray]] = {k: [] for k in POOLS}
         self.ends = dict.fromkeys(POOLS, 0)
         self.known: dict[tuple[str, bytes], list[Any]] = {}
+        self._rows: dict[RowSet, list[Any]] = {}
 
     def put(self, array: np.ndarray | None) -> list[Any] | None:
         """[kind, start, shape] of an array, or None for none."""
@@ -86,7 +87,7 @@ class ArrayPools:
 
     def units(self, units: Iterable[MeasuredUnit]) -> list[Any]:
         """``units`` as JSON (see `plain`)."""
-        known: dict[RowSet, list[Any]] = {}
+        known = self._rows
 
         def rows(of: RowSet) -> list[Any]:
             if of not in known:
@@ -95,7 +96,9 @@ class ArrayPools:
 
         out = []
         for u in units:
-            tables = [list(map(self.put, column(u.parts, name))) for name in TABLES] if u.parts else []
+            unread = isinstance(u.parts, Table)
+            tables = [[None] * len(u.parts) if unread else list(map(self.put, column(u.parts, name)))
+                      for name in TABLES] if u.parts else []  # fmt: skip
             arrays = [*zip(*map(rows, column(u.parts, "rows")), strict=True), *tables]
             plain = [column(u.parts, name) for name in PLAIN] if u.parts else []
             out.append([_unit_of(u), _columns(plain), _columns(arrays), self.put(u.columns)])

@@ -283,7 +283,7 @@ class RecordTable(Sequence[Record]):
         """`Record.name` of some records; one string for all that have the same."""
         places = list(zip(self.columns["site"][at].tolist(), self.columns["call"][at].tolist(), strict=True))
         sites = {place: (self.sites.all[place[0]], place[1]) for place in set(places)}
-        known = {place: f"{s.tap}/{which(s.role, call, s.rows)}" for place, (s, call) in sites.items()}
+        known = {place: sys.intern(f"{s.tap}/{which(s.role, call, s.rows)}") for place, (s, call) in sites.items()}
         return [known[place] for place in places]
 
     @property

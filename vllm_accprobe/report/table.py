@@ -73,6 +73,9 @@ def _text(value: Any) -> str:
         return repr(value)
     if value is None:
         return ""
+    if type(value) is str and not value.startswith(_FORMULA):
+        if '"' not in value and "\n" not in value and "\r" not in value:
+            return f'"{value}"' if "," in value else value
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow((cell(value), ""))
     return line.getvalue()[:-2]
