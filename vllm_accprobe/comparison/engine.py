@@ -44,7 +44,7 @@ from vllm_accprobe.comparison.store import Finished, identity
 from vllm_accprobe.comparison.verdict.judging import gather, judge
 from vllm_accprobe.comparison.weight_places import located
 from vllm_accprobe.dump.journal import NO_LIVES
-from vllm_accprobe.dump.record_table import Table
+from vllm_accprobe.dump.record_table import LazyTable
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
@@ -183,7 +183,7 @@ def find_standard(standard: str | Standard) -> tuple[Standard, NamedStandard | N
 
 
 def has_tables(unit: MeasuredUnit) -> bool:
-    return not isinstance(unit.parts, Table) and any(p.table is not None for p in unit.parts)
+    return not isinstance(unit.parts, LazyTable) and any(p.table is not None for p in unit.parts)
 
 
 def _shelve(unit: MeasuredUnit, buffer: SpillBuffer) -> None:
@@ -249,7 +249,7 @@ class _Run:
         return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
 
     def _note(self, unit: MeasuredUnit) -> None:
-        if isinstance(unit.parts, Table):  # nothing of it is skipped, and all of it has rows, or nothing
+        if isinstance(unit.parts, LazyTable):  # nothing of it is skipped, and all of it has rows, or nothing
             if not unit.parts.first.whole:
                 self.compared.setdefault(unit.parts.first.family, set()).update(unit.parts.column("rows"))
             return

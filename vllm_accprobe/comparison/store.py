@@ -31,7 +31,7 @@ from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.decode import decode
-from vllm_accprobe.dump.record_table import Table, column
+from vllm_accprobe.dump.record_table import LazyTable, column
 from vllm_accprobe.whole_file import no_space, whole
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
@@ -96,7 +96,7 @@ class ArrayPools:
 
         out = []
         for u in units:
-            unread = isinstance(u.parts, Table)
+            unread = isinstance(u.parts, LazyTable)
             tables = [[None] * len(u.parts) if unread else list(map(self.put, column(u.parts, name)))
                       for name in TABLES] if u.parts else []  # fmt: skip
             arrays = [*zip(*map(rows, column(u.parts, "rows")), strict=True), *tables]

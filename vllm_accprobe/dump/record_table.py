@@ -52,7 +52,7 @@ def _setters(kind: Any) -> dict[str, Callable[[Any, Any], None]]:
 T = TypeVar("T")
 
 
-class Table(Sequence[T]):
+class LazyTable(Sequence[T]):
     """``n`` values of a dataclass with slots: columns, and the values where somebody wants one."""
 
     def __init__(self, kind: type[T], n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any] = NONE):
@@ -83,7 +83,7 @@ class Table(Sequence[T]):
 
 def column(values: Sequence[Any], name: str) -> Sequence[Any]:
     """A field of each."""
-    return values.column(name) if isinstance(values, Table) else list(map(attrgetter(name), values))
+    return values.column(name) if isinstance(values, LazyTable) else list(map(attrgetter(name), values))
 
 
 class TensorSite(NamedTuple):
@@ -357,8 +357,8 @@ def table_of(records: Sequence[Record]) -> RecordTable:
 
 def _site_of(r: Record) -> TensorSite:
     nbytes = 0 if r.payload is None else r.payload.nbytes
-    return TensorSite(r.tap, r.cls, r.role, r.dtype, r.shape, r.rows, r.row_dim, r.layout, r.sample, r.mutated, r.stride,
-                      r.offset, r.step is None, nbytes)  # fmt: skip
+    return TensorSite(r.tap, r.cls, r.role, r.dtype, r.shape, r.rows, r.row_dim, r.layout, r.sample, r.mutated,
+                      r.stride, r.offset, r.step is None, nbytes)  # fmt: skip
 
 
 def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequence[Event]) -> Columns:

@@ -32,6 +32,7 @@ _NUMBER = ("int", "float", "bool", "int | None", "float | None")
 _WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)
 """Columns whose values are no numbers: the others are written as they are."""
 _CHUNK = 4096
+_NO_ESCAPES = frozenset('"\n\r')
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -73,9 +74,8 @@ def _text(value: Any) -> str:
         return repr(value)
     if value is None:
         return ""
-    if type(value) is str and not value.startswith(_FORMULA):
-        if '"' not in value and "\n" not in value and "\r" not in value:
-            return f'"{value}"' if "," in value else value
+    if type(value) is str and not value.startswith(_FORMULA) and _NO_ESCAPES.isdisjoint(value):
+        return f'"{value}"' if "," in value else value
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow((cell(value), ""))
     return line.getvalue()[:-2]

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from synthetic_model import capture
+from synthetic_model import capture, write
 
-from vllm_accprobe.comparison.engine import open_both
+from vllm_accprobe.comparison.engine import compare, open_both
 from vllm_accprobe.comparison.measure import read
+from vllm_accprobe.comparison.measure.by_lines import ByLines
 from vllm_accprobe.comparison.measure.measurer import UnitMeasurer, _few
 from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, common, figures, figures_text, statistics_error
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
@@ -127,7 +128,74 @@ def test_zeros():
 
 def test_words():
     part = Stats(4, None, 2.0, None, None, 0, 0)
-    assert figures_text((figures(BASE), figures(part))) == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
+    both = figures_text((figures(BASE), figures(part)))
+    assert both == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
     none = Stats(4, None, None, None, None, 0, 0)
     assert figures_text((figures(none), figures(none))) == ""
     assert (common(BASE, part), common(BASE, none)) == (True, False)
+
+
+def by_hand(g, m):
+    """`statistics_error`, figure by figure."""
+    counts = (g.nan, m.nan), (g.inf, m.inf)
+    if g.count != m.count or any(bool(a) != bool(b) or (a != b and min(a, b) > 1) for a, b in counts):
+        return math.inf, 0.0
+    ends = [(a, b) for a, b in ((g.min, m.min), (g.max, m.max)) if a is not None and b is not None]
+    rms = (
+        g.l2 / max(g.count - g.nan - g.inf, 1) ** 0.5 if g.l2 is not None else max((abs(a) for a, _ in ends), default=0)
+    )
+    pairs = [*ends, *((a, b) for a, b in ((g.mean, m.mean), (g.l2, m.l2)) if a is not None and b is not None)]
+    if not rms:
+        return (0.0, 0.0) if all(a == b for a, b in pairs) else (math.inf, 0.0)
+    parts = [0.0]
+    if g.l2 is not None and m.l2 is not None and g.l2:
+        parts.append(abs(m.l2 - g.l2) / g.l2)
+    if g.mean is not None and m.mean is not None:
+        parts.append(abs(m.mean - g.mean) / rms)
+    return max(parts), max([0.0, *(abs(b - a) / max(abs(a), rms) for a, b in ends)])
+
+
+def test_statistics_of_many_pairs_are_those_of_each():
+    rng = np.random.default_rng(5)
+
+    def some():
+        figures = [
+            None if rng.random() < 0.2 else float(v) for v in rng.choice([0.0, -1.5, 2.0, *rng.normal(size=3)], 3)
+        ]
+        norm = None if rng.random() < 0.2 else float(rng.choice([0.0, abs(rng.normal())]))
+        return Stats(int(rng.choice([4, 64])), *figures, norm, *(int(n) for n in rng.choice([0, 0, 0, 1, 2, 3], 2)))
+
+    pairs = [(some(), some()) for _ in range(3000)]
+    expected = [by_hand(g, m) for g, m in pairs]
+    assert [statistics_error(g, m) for g, m in pairs] == expected
+    names = ("count", "min", "max", "mean", "l2", "nan", "inf")
+    sides = [
+        {n: np.array([np.nan if getattr(s, n) is None else getattr(s, n) for s in side], float) for n in names}
+        for side in zip(*pairs, strict=True)
+    ]
+    assert list(zip(*(e.tolist() for e in read.statistics_errors(*sides)), strict=True)) == expected
+    assert {math.isinf(e) for e, _ in expected} == {True, False}
+
+
+def test_statistics_by_columns_are_those_of_each_pair(tmp_path, monkeypatch):
+    """Whatever `ByLines` leaves to the measurer, that one finds alike: here all, in dumps of statistics."""
+    golden = write(capture(together=False), tmp_path / "golden", payloads=False)
+    mine = write(
+        capture(together=False, faults={"model.norm": lambda v, p, d: v * 1.25}), tmp_path / "mine", payloads=False
+    )
+    found = compare(golden, mine)
+    assert {p.status for p in found.pairs} == {"pass", "fail"}
+    assert any("statistics differ; golden | mine: max" in p.message for p in found.pairs)
+    plain = ByLines.parts
+
+    def equal_ones(self, unit, golden, mine, usable, *, whole):
+        at, parts = plain(self, unit, golden, mine, usable, whole=whole)
+        kept = [(i, p) for i, p in zip(at, parts, strict=True) if p.identical]
+        return np.array([i for i, _ in kept], np.int64), [p for _, p in kept]
+
+    monkeypatch.setattr(ByLines, "parts", equal_ones)
+    again = compare(golden, mine)
+    assert again.pairs == found.pairs
+    assert again.origins == found.origins
+    assert all(np.array_equal(getattr(again.rows, n), getattr(found.rows, n), equal_nan=n == "ratio")
+               for n in ("pair", "request", "position", "decode", "error", "ratio"))  # fmt: skip

@@ -26,7 +26,7 @@ from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.unit import Group, Unit, family
 from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.record_table import Table
+from vllm_accprobe.dump.record_table import LazyTable
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,12 @@ class Partners:
         last: dict[Any, int] = {}
         for i in usable[golden.space[usable] < 0].tolist():
             moment = golden.moment(i)
-            last[moment[1], indices.batches[0].get(moment)] = last[None, indices.batches[0].get(moment)] = i
+            batch = indices.batches[0].get(moment)
+            last[moment[1] if batch is None else None, batch] = i
         for i in np.flatnonzero(whole).tolist():
             moment = mine.moment(i)
             batch = indices.batches[1].get(moment)
-            if moment[1] is not None and moment not in indices.left_out:
+            if moment not in indices.left_out:
                 partner[i] = last.get((moment[1] if batch is None else None, batch), -1)
         plain = partner >= 0
         complete |= whole & plain
@@ -78,7 +79,7 @@ class ByLines:
 
     def parts(
         self, unit: Unit, golden: Groups, mine: Groups, usable: np.ndarray, *, whole: bool
-    ) -> tuple[np.ndarray, list[Part] | Table[Part]]:
+    ) -> tuple[np.ndarray, list[Part] | LazyTable[Part]]:
         """(which groups of ``mine`` are decided, ascending, their parts). usable: indices of golden's groups that can
         be compared. whole: tensors without rows as well."""
         met = self._partners(golden, usable, mine)
@@ -184,7 +185,7 @@ class _Side:
 
 
 FIGURES = ("count", "nan", "inf", "min", "max", "mean", "l2")
-Piece = tuple[np.ndarray, Table[Part]]
+Piece = tuple[np.ndarray, LazyTable[Part]]
 
 
 def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piece]:
@@ -225,9 +226,7 @@ def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piec
     return found
 
 
-def _by_statistics(
-    golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], whole: bool
-) -> list[Piece]:
+def _by_statistics(golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], whole: bool) -> list[Piece]:
     sides = [golden.statistics(), mine.statistics()]
     g, m = sides
     if g is None or m is None:
@@ -260,7 +259,7 @@ def _row_norms(golden: _Side) -> list[float]:
 
 def _table(
     golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], columns: dict[str, Any], **same: Any
-) -> Table[Part]:
+) -> LazyTable[Part]:
     """Parts of groups that are decided. columns, same: what is known beside names and places."""
     groups, first, at = mine.groups, mine.first, mine.at.tolist()
     steps = [None if s < 0 else s for s in groups.step[mine.at].tolist()]
@@ -268,7 +267,7 @@ def _table(
     some = np.logical_or.reduce([known & (l2 != 0) & ~np.isnan(l2) for l2, known in norms])
     one = int(groups.size[at[0]]) == 1
     nonfinite = (mine.nonfinite > 0).tolist()
-    return Table(Part, len(at), {
+    return LazyTable(Part, len(at), {
         "golden": golden.groups.records.names(golden.first), "mine": groups.records.names(first), "step": steps,
         "rank": mine.column("rank", first).tolist() if one else [None] * len(at),
         "moment": list(zip(groups.cell[mine.at].tolist(), steps, strict=True)),

@@ -21,7 +21,7 @@ from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.plan.relations import Links, Sources
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.dump.record_table import Table
+from vllm_accprobe.dump.record_table import LazyTable
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.spill_buffer import SpillBuffer
 
@@ -154,7 +154,7 @@ class MeasuredUnit:
     depth: int
     is_param: bool
     vision: bool
-    parts: list[Part] | Table[Part] = field(default_factory=list)
+    parts: list[Part] | LazyTable[Part] = field(default_factory=list)
     columns: np.ndarray | None = None
     gap: int = 0
 

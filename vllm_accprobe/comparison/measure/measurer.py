@@ -353,8 +353,6 @@ class UnitMeasurer:
         part.feature = group.merge.shape
         if prod(partner.merge.shape) != prod(part.feature):
             part.skip = OTHER_WIDTH
-        elif _same(partner, group, True):
-            part.agree(partner, group)
         elif not (group.readable and partner.readable):
             self._statistics(reading, partner)
         else:

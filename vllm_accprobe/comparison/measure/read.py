@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -309,18 +309,19 @@ def figures(stats: Stats) -> Figures:
 
 def figures_text(pair: tuple[Figures, ...]) -> str:
     """``golden | mine: max 1 | 2, ...``"""
-    there = tuple(v is not None for v in (*pair[0], *pair[1]))
-    known = [v for both in zip(*pair, strict=True) for v in both if v is not None]
-    return _figures_template(there) % tuple(known)
+    flat = tuple(chain.from_iterable(zip(*pair, strict=True)))
+    if None not in flat:
+        return _TEMPLATE % flat
+    both = [(name, *flat[2 * i : 2 * i + 2]) for i, name in enumerate(NAMES)]
+    words = ", ".join(f"{n} {_text(g)} | {_text(m)}" for n, g, m in both if g is not None or m is not None)
+    return f"golden | mine: {words}" if words else ""
 
 
-@cache
-def _figures_template(there: tuple[bool, ...]) -> str:
-    """there: which figures golden has, then mine."""
-    words = {True: "%.9g", False: "-"}
-    each = zip(NAMES, there[: len(NAMES)], there[len(NAMES) :], strict=True)
-    both = [f"{name} {words[g]} | {words[m]}" for name, g, m in each if g or m]
-    return "golden | mine: " + ", ".join(both) if both else ""
+_TEMPLATE = "golden | mine: " + ", ".join(f"{name} %.9g | %.9g" for name in NAMES)
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.9g}"
 
 
 def same_weights(golden: Record, mine: Record, allowed: float) -> bool | None:

@@ -131,9 +131,9 @@ class PlacedRecords:
         """The site of a group's first record, and what is known of its records."""
         at = self.order[self.start[group] : self.start[group + 1]]
         columns = self.records.columns
-        known = zip(columns["site"][at].tolist(), columns["rank"][at].tolist(), columns["hash"][at].tolist(), strict=True)
-        sites = [(self.records.sites.all[i], rank, digest) for i, rank, digest in known]
-        return sites[0][0], [RankPiece(rank, s.layout, s.shape, s.dtype, digest) for s, rank, digest in sites]
+        sites = [self.records.sites.all[i] for i in columns["site"][at].tolist()]
+        known = zip(sites, columns["rank"][at].tolist(), columns["hash"][at].tolist(), strict=True)
+        return sites[0], [RankPiece(rank, s.layout, s.shape, s.dtype, digest) for s, rank, digest in known]
 
 
 class SeenTensor(NamedTuple):
@@ -205,11 +205,10 @@ class Groups(Sequence[Group]):
         if new:
             at = np.array(new)
             ends = np.cumsum(self.size[at]).tolist()
-            stretches = [self.order[s : s + n] for s, n in zip(self.start[at].tolist(), self.size[at].tolist(), strict=True)]
-            records = self.records.made(np.concatenate(stretches))
-            each = zip(new, (0, *ends), ends, self.cell[at].tolist(), self.step[at].tolist(), self.space[at].tolist(),
-                       self.form[at].tolist(), strict=False)  # fmt: skip
-            for i, begin, end, cell, step, space, form in each:
+            stretches = zip(self.start[at].tolist(), self.size[at].tolist(), strict=True)
+            records = self.records.made(np.concatenate([self.order[s : s + n] for s, n in stretches]))
+            each = (x[at].tolist() for x in (self.cell, self.space, self.form))
+            for i, begin, end, cell, space, form in zip(new, (0, *ends[:-1]), ends, *each, strict=True):
                 own, where = tuple(records[begin:end]), None if space < 0 else self.spaces[space]
                 self._made[i] = Group(own, (cell, own[0].step), where, *self.forms[form])
         return [g for i in which if (g := self._made[i]) is not None]

@@ -44,7 +44,7 @@ from vllm_accprobe.comparison.runner_inputs import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame, pair_status
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.dump.decode import object_at
-from vllm_accprobe.dump.record_table import Table
+from vllm_accprobe.dump.record_table import LazyTable
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MARGIN,
@@ -596,7 +596,7 @@ class _Judge:
             for part in unit.parts:
                 self._param(unit, part)
             return
-        if isinstance(unit.parts, Table) and not self.rerouted.first and not is_choice(unit.key[1], unit.cls):
+        if isinstance(unit.parts, LazyTable) and not self.rerouted.first and not is_choice(unit.key[1], unit.cls):
             self._by_lines(unit, unit.parts)
             return
         chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
@@ -632,7 +632,7 @@ class _Judge:
             self._trace(replace(unit, columns=columns), rows, which, known, created, everywhere, max(allowed, 0.0),
                         weak, shared=shared)  # fmt: skip
 
-    def _by_lines(self, unit: MeasuredUnit, parts: Table[Part]) -> None:
+    def _by_lines(self, unit: MeasuredUnit, parts: LazyTable[Part]) -> None:
         """Parts that lines decided, all equal, or all by statistics, of one form, where no row is forgiven."""
         first, check = parts.first, self.limit_check
         total, created, rounding = check.limits(unit, [first])[0]
@@ -684,8 +684,8 @@ class _Judge:
         bad = bad if bad is rows.seen.keys else keep(bad)
         err, rel, gain, broken, own = map(keep, columns)
         role = unit.key[1]
-        settled = isinstance(unit.parts, Table)
-        part = unit.parts.first if isinstance(unit.parts, Table) else next((p for p in unit.parts if not p.skip), None)
+        settled = isinstance(unit.parts, LazyTable)
+        part = unit.parts.first if isinstance(unit.parts, LazyTable) else next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))

@@ -61,7 +61,9 @@ def statistics_pairs(
     places: list[tuple[str | None, int | None]] = [(None, None)] * len(parts)
     wrong = [not error <= limit for error in errors]
     said = []
-    for i, (rows, figures, note) in enumerate(zip(*(column(parts, n) for n in ("rows", "figures", "note")), strict=True)):
+    for i, (rows, figures, note) in enumerate(
+        zip(*(column(parts, n) for n in ("rows", "figures", "note")), strict=True)
+    ):
         if len(rows.keys) == 1 and errors[i] > 0:
             places[i] = setting.name(int(rows.keys[0]))
         clause = "statistics differ" if wrong[i] else "no payload: judged by statistics"

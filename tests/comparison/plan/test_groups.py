@@ -1,0 +1,90 @@
+"""Grouping by columns against a plain loop over records; what a group is made of."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dump.dumps import put, writer
+
+from vllm_accprobe.comparison.plan.groups import Groups, Joining, PlacedRecords, merged
+from vllm_accprobe.formats import open_dump
+
+RNG = np.random.default_rng(0)
+CUT = {"kind": "shard", "group": "tp", "size": 2, "dim": -1, "parts": [[4, 1]]}
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Two ranks; steps in another order on the second; a tensor twice in one step; copies that differ in step 7."""
+    for rank, steps in ((0, (3, 1, 7)), (1, (1, 3, 7, 9))):
+        out = writer(tmp_path, rank)
+        for step in steps:
+            for call in (0, 1):
+                put(out, "a.b", RNG.integers(0, 9, (2, 4), np.uint16), "bfloat16", step=step, call=call, rows="tokens",
+                    layout={**CUT, "index": rank})  # fmt: skip
+            same = np.full(4, step + (step == 7) * rank, np.uint16)
+            put(out, "a.c", same, "bfloat16", step=step, layout={"kind": "replicated"})
+        put(out, "a.c", np.full(4, 99, np.uint16), "bfloat16", step=3, layout={"kind": "replicated"})
+        out.close("done", {})
+    return open_dump(tmp_path).records
+
+
+def by_loop(records):
+    found = {}
+    for r in records:
+        found.setdefault((r.tap, r.role, r.call), {}).setdefault((r.rank // 2, r.step), {})[r.rank] = r
+    return found
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_groups_are_those_of_a_loop(records, as_list):
+    given = list(records) if as_list else records
+    placed = PlacedRecords(given, np.zeros(len(given), np.int64))
+    expected = by_loop(records)
+    assert list(placed.keys) == list(expected)
+    for key, moments in expected.items():
+        groups, _ = merged((placed, placed), (placed.keys[key], placed.keys[key]), Joining(({}, {})))
+        assert [g.moment for g in groups] == list(moments)
+        assert [g.records for g in groups] == [tuple(by[rank] for rank in sorted(by)) for by in moments.values()]
+        assert groups[0] is groups[0]  # a group stands for itself in caches
+        assert [g.where for g in groups] == [(*g.moment, g.first.rows) if g.first.rows else None for g in groups]
+
+
+def test_forms_have_one_plan_and_missing_ranks_another(records):
+    placed = PlacedRecords(records, np.zeros(len(records), np.int64))
+    which = placed.keys["a.b", "output.0", 0]
+    groups, _ = merged((placed, placed), (which, which), Joining(({}, {})))
+    assert [len(g.records) for g in groups] == [2, 2, 2, 1]
+    assert groups[0].merge is groups[1].merge
+    assert groups[0].merge.shape == (2, 8)
+    assert (groups[3].merge, groups[3].problem) == (None, "not every rank of the group was captured (missing 0 of 2)")
+
+
+def test_copies_that_differ_are_seen(records):
+    placed = PlacedRecords(records, np.zeros(len(records), np.int64))
+    which = placed.keys["a.c", "output.0", 0]
+    groups, _ = merged((placed, placed), (which, which), Joining(({}, {})))
+    assert [g.moment[1] for g in groups] == [3, 1, 7, 9]
+    assert groups.unequal_copies().tolist() == [False, False, True, False]
+
+
+def test_what_a_list_of_groups_and_another_process_get(records):
+    placed = PlacedRecords(records, np.zeros(len(records), np.int64))
+    which = placed.keys["a.b", "output.0", 1]
+    groups, _ = merged((placed, placed), (which, which), Joining(({}, {})))
+    sent = pickle.loads(pickle.dumps(groups))
+    assert [g.records for g in sent] == [g.records for g in groups]
+    again = Groups.of(sent)
+    for name in ("cell", "step", "size"):
+        assert getattr(again, name).tolist() == getattr(groups, name).tolist()
+    assert again.space.tolist() == groups.space.tolist() == [-1] * 4  # no row map says what its rows are
+    assert again.payload_bytes == groups.payload_bytes == 7 * 16
+    assert again.vision is False
+
+
+def test_steps_beyond_all_numbers_do_not_meet(records):
+    far = [replace(r, step=r.step + (1 << 52) * r.call) for r in records]
+    placed = PlacedRecords(far, np.zeros(len(far), np.int64))
+    assert placed.keys.keys() == by_loop(far).keys()
+    assert sum(map(len, placed.keys.values())) == sum(map(len, by_loop(far).values()))
