@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vllm_accprobe.dump.record_table import TensorSite
 from vllm_accprobe.dump.schema import OWN, Layout, Record
 
 ONE, CAT, SUM = "one", "cat", "sum"
@@ -216,7 +217,7 @@ _TAKES_BOTH = re.compile(r"AndMul|SwiGLU|GeGLU|ReGLU|swiglu", re.ASCII)
 APART = "layout unknown: how ranks cut this merged projection is not known"
 
 
-def _kind(record: Record) -> re.Pattern[str] | None:
+def _kind(record: Record | TensorSite) -> re.Pattern[str] | None:
     leaf = record.tap.rpartition(".")[2]
     if record.role.startswith("input"):  # what goes into a projection is not what comes out of it
         return _GATE_UP if _TAKES_BOTH.search(record.cls) else None
@@ -224,7 +225,7 @@ def _kind(record: Record) -> re.Pattern[str] | None:
 
 
 def plan_merged(
-    record: Record, members: Sequence[RankPiece], other: tuple[int, ...] | None, widths: Mapping[str, int]
+    record: Record | TensorSite, members: Sequence[RankPiece], other: tuple[int, ...] | None, widths: Mapping[str, int]
 ) -> MergePlan | None:
     """How ``members`` of unknown layout make a merged projection of the shape ``other``, blocks in the order of one
     rank; None where they are no such thing. record: one of them. widths: of what each tap takes in on one rank. Raises

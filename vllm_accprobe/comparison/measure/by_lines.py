@@ -22,7 +22,7 @@ from vllm_accprobe.align.ranks import CAT, ONE
 from vllm_accprobe.align.tokens import NO_ROWS, RowSet
 from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measured import Part
-from vllm_accprobe.comparison.plan.groups import Groups
+from vllm_accprobe.comparison.plan.groups import NONE, Groups
 from vllm_accprobe.comparison.plan.unit import Group, Unit, family
 from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES
@@ -149,7 +149,7 @@ class _Side:
             first = self.column("hash", self.records(copies[0]))
             for i in copies[1:]:
                 other, stored = (self.column(name, self.records(i)) for name in ("hash", "seg"))
-                found |= ~np.equal(first, None) & ~np.equal(other, None) & np.not_equal(first, other) & (stored >= 0)
+                found |= ~np.equal(first, NONE) & ~np.equal(other, NONE) & np.not_equal(first, other) & (stored >= 0)
         return found
 
     def only(self, some: np.ndarray) -> _Side:
@@ -203,9 +203,9 @@ def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piec
         (golden.site.dtype, mine.site.dtype), (golden.site.shape, mine.site.shape),
     )) and len(golden.used) == len(mine.used))  # fmt: skip
     if equal.any():
-        for g, m in zip(golden.used, mine.used, strict=True):
-            digest = mine.column("hash", m)
-            equal &= np.equal(golden.column("hash", g), digest) & ~np.equal(digest, None)
+        for theirs, own in zip(golden.used, mine.used, strict=True):
+            digest = mine.column("hash", own)
+            equal &= np.equal(golden.column("hash", theirs), digest) & ~np.equal(digest, NONE)
         equal &= ~mine.unequal & (met.complete[mine.at] | (mine.counted & (mine.nonfinite == 0)))
     both = met.both[mine.at]
     left = ~equal & both & ~(golden.readable & mine.readable)

@@ -235,13 +235,14 @@ class UnitMeasurer:
         shape."""
         name = side, id(groups.spaces)
         if name not in self._lengths:
-            rows = self.sides[side].rows
-            lengths = [len(rows[where].keys) if where in rows else -1 for where in groups.spaces]
+            known = self.sides[side].rows
+            lengths = [len(known[where].keys) if where in known else -1 for where in groups.spaces]
             self._lengths[name] = np.array([*lengths, -2]), groups.spaces
         rows = [-1 if p is None else -3 if not 0 <= dim < len(p.shape) else p.shape[dim] for p, _, dim in groups.forms]
         plans = np.array([plan is not None for plan, _, _ in groups.forms], bool)[groups.form]
         fits = np.array(rows, np.int64)[groups.form] == self._lengths[name][0][groups.space]
-        return plans & ((groups.space < 0) | fits)
+        fitting: np.ndarray = plans & ((groups.space < 0) | fits)
+        return fitting
 
     def _fits(self, side: int, group: Group) -> bool:
         if group.where is None:

@@ -29,6 +29,10 @@ Form = tuple["MergePlan | None", str, int]
 """(how records are joined, why they are not, the dimension of their rows)."""
 
 
+NONE = np.array(None, object)
+"""What a hash is compared with that is none."""
+
+
 class PlacedRecords:
     """Groups are numbered by place and then moment, both in the order in which the journals have them.
 
@@ -215,8 +219,9 @@ class Groups(Sequence[Group]):
 
     def only(self, which: np.ndarray) -> Groups:
         """Some of them, in this order."""
-        found = Groups(self.records, self.order, *(x[which] for x in (self.start, self.size, self.cell, self.step)),
-                       self.spaces, self.space[which], self.forms, self.form[which])  # fmt: skip
+        start, size, cell, step = (x[which] for x in (self.start, self.size, self.cell, self.step))
+        found = Groups(self.records, self.order, start, size, cell, step, self.spaces, self.space[which], self.forms,
+                       self.form[which])  # fmt: skip
         found._made = [self._made[i] for i in which.tolist()]
         return found
 
@@ -235,7 +240,7 @@ class Groups(Sequence[Group]):
     @cached_property
     def hashed(self) -> np.ndarray:
         """The groups whose first record has a hash."""
-        return np.flatnonzero(np.not_equal(self.records.columns["hash"][self.order[self.start]], None))
+        return np.flatnonzero(np.not_equal(self.records.columns["hash"][self.order[self.start]], NONE))
 
     def seen(self, steps: Collection[int]) -> list[SeenTensor]:
         """The first records of groups of these steps that have a hash."""
@@ -267,8 +272,8 @@ class Groups(Sequence[Group]):
                 seen = self.hashes(which, copies[0])
                 for i in copies[1:]:
                     other = self.hashes(which, i)
-                    seen = np.where(np.equal(seen, None), other, seen)
-                    found[which] |= ~np.equal(other, None) & np.not_equal(other, seen)
+                    seen = np.where(np.equal(seen, NONE), other, seen)
+                    found[which] |= ~np.equal(other, NONE) & np.not_equal(other, seen)
         return found
 
     @property

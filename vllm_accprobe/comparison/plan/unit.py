@@ -92,7 +92,7 @@ class Unit:
     (align/data_flow.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
     chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
     (judge/near_ties.py). takes: of a router's logits, how many of the highest are taken, where the choice
-    itself is not in both dumps; else 0."""
+    itself is not in both dumps; else 0. vision: whether its rows are of images."""
 
     key: Key
     golden_key: Key
@@ -107,16 +107,11 @@ class Unit:
     takes: int = 0
     chooser: Chooser | None = None
     bias: tuple[Group, Group] | None = None
+    vision: bool = False
 
     @property
     def is_param(self) -> bool:
         return self.key[1].startswith("param.")
-
-    @property
-    def vision(self) -> bool:
-        if isinstance(self.mine, list):
-            return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
-        return bool(self.mine.vision)
 
 
 WHOLE = Layout("replicated")

@@ -315,10 +315,10 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                     continue
                 rule = pair.rule if role_rule == "exact" else f"{pair.rule}, roles by {role_rule}"
                 rule = _rule(sides[0], found) or rule
-                golden_groups, mine_groups = merged((sides[0], sides[1]), (found, sides[1].keys[key]), joining)
+                groups = merged((sides[0], sides[1]), (found, sides[1].keys[key]), joining)
                 golden_key = (pair.golden.tap, golden_role, call)
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
-                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, golden_groups, mine_groups))
+                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, *groups, vision=groups[1].vision))
     units.sort(key=lambda u: u.order)
     units = with_routers(_with_depths(units, orders[1], layers), [*_modules(golden), *_modules(mine)])
     if unscaled := scaled_elsewhere(units, _modules(golden), _modules(mine)):

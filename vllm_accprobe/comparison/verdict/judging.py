@@ -684,8 +684,9 @@ class _Judge:
         bad = bad if bad is rows.seen.keys else keep(bad)
         err, rel, gain, broken, own = map(keep, columns)
         role = unit.key[1]
-        settled = isinstance(unit.parts, LazyTable)
-        part = unit.parts.first if isinstance(unit.parts, LazyTable) else next((p for p in unit.parts if not p.skip), None)
+        parts = unit.parts
+        settled = isinstance(parts, LazyTable)
+        part = parts.first if isinstance(parts, LazyTable) else next((p for p in parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
@@ -718,7 +719,7 @@ class _Judge:
         return self.moments.get(part.moment, NO_ROWS) if part.whole else part.rows
 
     def _add(
-        self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[PartLimits],
+        self, unit: MeasuredUnit, parts: Sequence[Part], errors: list[RowErrors], limits: list[PartLimits],
         notes: list[str],
     ) -> None:  # fmt: skip
         """Pairs of ``parts``, in order; errors, limits and notes are of those that were compared."""
