@@ -19,6 +19,7 @@ from vllm_accprobe.opcheck.reference import (
     BACKWARD,
     BY_ROWS,
     FORWARD,
+    RECEIVED,
     KERNEL,
     MARKS,
     REFERENCE,
@@ -106,6 +107,9 @@ class References:
             outputs = _outputs(self.find(FORWARD), call)
         if isinstance(outputs, Declined):
             return outputs
+        if FORWARD in call.attrs and not call.extra.get(UNROUNDED):
+            inner = _outputs(self.find(RECEIVED), call)
+            outputs = outputs if isinstance(inner, Declined) else {**inner, **outputs}
         found = {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
         return self._of_unrounded(call, found) if call.extra.get(UNROUNDED) else found
 

@@ -11,7 +11,14 @@ import torch
 from reference_calls import drawer, evaluated
 
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.composite import BY_OWN_CODE, LEFT_OUT, child_value, first, routed_factor
+from vllm_accprobe.opcheck.references.composite import (
+    BY_OWN_CODE,
+    LEFT_OUT,
+    NOT_RECEIVED,
+    child_value,
+    first,
+    routed_factor,
+)
 
 draw = drawer(3)
 A, B, X, M, GATE = draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 1)
@@ -113,6 +120,18 @@ def test_a_block_gives(name: str) -> None:
     for role, y in wanted.items():
         torch.testing.assert_close(found[role].value, y, rtol=1e-15, atol=0.0)
         assert (found[role].unit == 0.0) == any(y is t for t in (A, B))  # what is handed on must be equal
+
+
+def test_what_a_part_receives() -> None:
+    """Where it was captured, by the block's code; the block's outputs besides."""
+    code = {"output.0": "mlp[0]", "inside.norm/x": "(hidden_states + self_attn[0])", "inside.mlp/x": "norm[0]",
+            "inside.mlp/y": "odd[0]"}  # fmt: skip
+    call = block("OddBlock", A, {"self_attn": B, "norm": M, "mlp": A}, x=X, attrs={"forward": code},
+                 more={"inside.norm/x": X, "inside.mlp/x": M, "inside.mlp/y": X})  # fmt: skip
+    found = evaluated(call)
+    assert {role: e.unit for role, e in found.items()} == {"output.0": 0.0, "inside.norm/x": None, "inside.mlp/x": 0.0}
+    torch.testing.assert_close(found["inside.norm/x"].value, X + B, rtol=1e-15, atol=0.0)
+    assert torch.equal(found["inside.mlp/x"].value, M) and found["inside.mlp/x"].note == NOT_RECEIVED
 
 
 HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}

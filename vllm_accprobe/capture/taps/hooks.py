@@ -440,7 +440,7 @@ class Taps:
             source = source_of(module) if chosen else None
             described = attributes(module) if chosen else {}
             if chosen and module._modules:
-                described[FORWARD] = formulas(module)
+                described[FORWARD] = formulas(module, argument_names)
             for tap in taps:
                 if tap in chosen:
                     self._owner.module(Module(tap, cls, index, described, source))

@@ -30,7 +30,7 @@ from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Re
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import FORWARD, Call
 from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
 from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS, OtherStates
 
@@ -448,11 +448,32 @@ class Neighbours:
         child, _, name = path.partition("/")
         return self._index.records_of(rank, f"{tap}.{child}", *place).get(f"input.{name}" if name else "output.0")
 
-    def made_inside(self, rank: int, tap: str, cls: str, place: tuple[int, int]) -> dict[str, Record]:
-        """By role: what a recurrent module's own code made, as modules inside read it."""
-        made = {p: self._inner(rank, tap, p, place) for p in (KINDS[cls].made if cls in KINDS else ())}
+    def made_inside(
+        self, what: Call, rank: int, tap: str, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> dict[str, Record]:  # fmt: skip
+        """By role: what a block's own code made, as modules inside read it: a recurrence's results, or what the block's
+        formulas say that its parts receive, where that is computed or is not what was handed on."""
+        own, code = KINDS[what.cls].made if what.cls in KINDS else (), what.attrs.get(FORWARD)
+        places = dict.fromkeys(own, "")
+        if isinstance(code, Mapping):
+            places = {r.removeprefix(INSIDE): t for r, t in code.items() if r.startswith(INSIDE)} | places
+        made = {p: self._inner(rank, tap, p, place) for p in places}
         return {f"{INSIDE}{p}": replace(r, role=p.replace("/", "/input.")) for p, r in made.items()
-                if r is not None and r.payload is not None}  # fmt: skip
+                if r is not None and r.payload is not None
+                and not (places[p] and self._same(r, rank, tap, places[p], place, records))}  # fmt: skip
+
+    def _same(
+        self, r: Record, rank: int, tap: str, text: Any, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> bool:  # fmt: skip
+        """Whether a part received the very input or output that ``text`` names, or nobody can tell."""
+        if not isinstance(text, str) or not r.dtype.startswith(("bfloat", "float")):
+            return True
+        child, bracket, k = text.removesuffix("]").partition("[")
+        if not bracket and not text.isidentifier() or bracket and not (k.isdigit() and text.endswith("]")):
+            return False
+        at = self._index.records_of(rank, f"{tap}.{child}", *place) if bracket else records
+        source = at.get(f"output.{k}" if bracket else f"input.{child}")
+        return source is None or source.hash is None or (source.hash, source.dtype) == (r.hash, r.dtype)
 
     def cache(
         self, past: Past, what: Call, rank: int, place: tuple[int, int], records: Mapping[str, Record]
@@ -602,9 +623,9 @@ class Neighbours:
         return self._common[rank, cls]
 
     def _bias(self, rank: int, gate: str) -> dict[str, Any]:
-        """The correction that a router adds before it chooses, where there is one."""
-        name = "e_score_correction_bias"
-        return self._held(name, self._index.parameters.record(rank, None, f"{gate}/param.{name}"))
+        """The correction that a router adds before it chooses, where there is one: the one ``*_bias`` of its module."""
+        corrects = [t for n, t in self._index.parameters.of(rank, gate).items() if n.endswith("_bias") and t.dim() == 1]
+        return {"e_score_correction_bias": corrects[0]} if len(corrects) == 1 else {}
 
     def _adapters(self, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
         """The adapter of each row, and what they add to this layer or to the parts that are packed in it."""

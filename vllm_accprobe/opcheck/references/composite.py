@@ -13,6 +13,7 @@ product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
     FORWARD,
+    RECEIVED,
     Call,
     Declined,
     Expected,
@@ -196,9 +198,24 @@ def _of_code(call: Call) -> dict[str, Expected]:
     all_seen(call)
     if (child := texts.get("output")) is not None:  # all that this child gave
         texts = {role: f"{child}[{role.rpartition('.')[2]}]" for role in call.outputs if role.startswith("output.")}
-    found = {role: Formula(call, role).expected(text) for role, text in texts.items() if role in call.outputs}
+    own = {role: text for role, text in texts.items() if role in call.outputs and not role.startswith(INSIDE)}
+    found = {role: Formula(call, role).expected(text) for role, text in own.items()}
     decline_if(not found, NOT_HANDED_ON)
     return found
+
+
+NOT_RECEIVED = "this part did not receive what the block's own code hands to it"
+
+
+@reference(RECEIVED)
+def received(call: Call) -> dict[str, Expected]:
+    """What the block's own code hands to its parts, of those inputs that were captured (roles ``inside.path/name``)."""
+    found = {}
+    for role, text in call.attrs[FORWARD].items() if isinstance(call.attrs[FORWARD], Mapping) else ():
+        if role.startswith(INSIDE) and role in call.outputs and isinstance(text, str):
+            with contextlib.suppress(Declined):
+                found[role] = Formula(call, role).expected(text)
+    return only(found, note=NOT_RECEIVED, source=BY_OWN_CODE)
 
 
 class Formula:
