@@ -10,7 +10,7 @@ from typing import Any
 
 from mode_models import Architecture
 
-from lab.zoo_mixed import _ATTENTION, _DENSE, _MAMBA2, _MLA
+from lab.zoo_mixed import _DENSE, _MLA, _UNCORRECTED
 
 _LLAMA = _DENSE | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 512, "head_dim": 32}
 
@@ -30,21 +30,21 @@ MODELS: dict[str, Architecture] = {
     "step1": _llama("Step1ForCausalLM", num_attention_groups=2),
     "bailing": _llama("BailingMoeForCausalLM", num_experts=8, num_experts_per_tok=2, num_shared_experts=1,
                       moe_intermediate_size=64, first_k_dense_replace=1, norm_topk_prob=True, use_bias=False,
-                      use_qkv_bias=False, use_qk_norm=True, rotary_dim=32, score_function="softmax",
+                      use_qkv_bias=False, use_qk_norm=False, rotary_dim=32, score_function="softmax",
                       embedding_dropout=0.0, routed_scaling_factor=1.0),
     "minicpm": _llama("MiniCPMForCausalLM", scale_emb=2, scale_depth=1.4, dim_model_base=64),
     "telechat2": _llama("TeleChat2ForCausalLM"),
     "teleflm": _llama("TeleFLMForCausalLM", use_mup=True, input_mult=1.5, output_mult=0.7, mup_scale_factor=2.0),
     "pangu": _llama("PanguEmbeddedForCausalLM", bias=True),
     "plamo3": _llama("Plamo3ForCausalLM", window_size=32, sliding_window=32, full_attention_idx=[2],
-                     sliding_window_pattern=3),
+                     sliding_window_pattern=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
     "iquest-loop": _llama("IQuestLoopCoderForCausalLM", loop_num=2, loop_window_size=32),
     "mimo": _llama("MiMoForCausalLM", attention_bias=True, num_nextn_predict_layers=0),
     "chatglm": Architecture("chatglm", "ChatGLMForConditionalGeneration", {
         "num_layers": 3, "padded_vocab_size": 512, "hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 32,
         "num_attention_heads": 4, "seq_length": 1024, "multi_query_attention": True, "multi_query_group_num": 2,
         "add_qkv_bias": True, "rmsnorm": True, "post_layer_norm": True, "add_bias_linear": False,
-        "original_rope": True, "apply_residual_connection_post_layernorm": False}),
+        "original_rope": True, "tie_word_embeddings": False, "apply_residual_connection_post_layernorm": False}),
     "kimi-linear": Architecture("kimi_linear", "KimiLinearForCausalLM", _MLA | {
         "q_lora_rank": None, "num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1,
         "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
@@ -85,7 +85,8 @@ MODELS: dict[str, Architecture] = {
     "step3p5": Architecture("step3p5", "Step3p5ForCausalLM", _LLAMA | {
         "num_attention_groups": 2, "num_hidden_layers": 4, "sliding_window": 32, "moe_num_experts": 8, "moe_top_k": 2,
         "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "2,3", "use_head_wise_attn_gate": True,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}),
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        defect=_UNCORRECTED),
     "hy-v3": Architecture("HYV3Config", "HYV3ForCausalLM", _DENSE | {
         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
         "num_shared_experts": 1, "first_k_dense_replace": 1}),
@@ -95,4 +96,26 @@ MODELS: dict[str, Architecture] = {
     "granite-swa": Architecture("GraniteSWAConfig", "GraniteSWAForCausalLM", _DENSE | {"sliding_window": 32,
         "embedding_multiplier": 2.0, "residual_multiplier": 0.22, "attention_multiplier": 0.125,
         "logits_scaling": 4.0}),
+}  # fmt: skip
+
+_PLAIN_LLAMA = ("LlamaConfig", "LlamaForCausalLM", _DENSE | {"head_dim": 32})
+_GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_FOUR = {"bits": 4, "group_size": 32}
+MODELS |= {
+    # ways of serving
+    "llama-float16": Architecture(*_PLAIN_LLAMA, engine={"dtype": "float16"}),
+    "llama-float32": Architecture(*_PLAIN_LLAMA, engine={"dtype": "float32"}),
+    "llama-prefixes": Architecture(*_PLAIN_LLAMA, engine={"enable_prefix_caching": True}),
+    "llama-chunks": Architecture(*_PLAIN_LLAMA, engine={"max_num_batched_tokens": 16}),
+    "llama-ngram": Architecture(*_PLAIN_LLAMA, engine={"speculative_config": _GUESSES}),
+    "gemma3-float32": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", _DENSE | {
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32}, engine={"dtype": "float32"}),
+    "deepseek-v3-mtp": Architecture("deepseek_v3", "DeepseekV3ForCausalLM", _MLA | {
+        "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "vocab_size": 512,
+        "num_nextn_predict_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6},
+        engine={"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}),
+    "llama-gptq": Architecture("llama", "LlamaForCausalLM", _LLAMA | {"quantization_config": _FOUR | {
+        "quant_method": "gptq", "desc_act": False, "sym": True}}),
+    "llama-awq": Architecture("llama", "LlamaForCausalLM", _LLAMA | {"quantization_config": _FOUR | {
+        "quant_method": "awq", "zero_point": True, "version": "gemm"}}),
 }  # fmt: skip

@@ -97,6 +97,8 @@ class Architecture:
         """Whether vLLM draws the weights."""
         import transformers
 
+        if self.engine.get("load_format") == "drawn":
+            return True
         return not self.config.endswith("Config") or not hasattr(transformers, self.model)
 
 

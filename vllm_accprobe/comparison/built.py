@@ -298,6 +298,8 @@ def _rotary_dim(model: ModelKeys, module: Module, layer: int | None) -> Any:
     if part is None:
         part = model.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
     size = module.attrs.get("head_size", model.head_dim)
+    if model.rope(layer)["rope_type"] == "proportional":  # what does not turn has a frequency of 0
+        return size if isinstance(size, int) else _ABSENT
     return int(size * part) if isinstance(size, int) and isinstance(part, (int, float)) else _ABSENT
 
 
@@ -541,7 +543,10 @@ def check_structure(
             out.mismatches.append(ConfigMismatch(key, tuple(taps), cls.get(taps[0], ""), name, built, due, 0))
 
     layers = {int(found[1]) for m in mods if (found := _LAYER.search(m.tap))}
-    if whole and layers and isinstance(due := model.get("num_hidden_layers", "n_layer"), int):
+    stacks = {m.tap[: found.start()] for m in mods if (found := _LAYER.search(m.tap))}
+    due = model.get("num_hidden_layers", "n_layer")
+    # of several stacks, as recurrent models have them, the configuration does not tell how many each has
+    if whole and layers and isinstance(due, int) and (len(stacks) == 1 or due == len(layers)):
         compared(model.key, [mods[0].tap], "layers", len(layers), due)
     _ties(model, params, compared)
     for key, part in (("attention_bias", "self_attn.qkv_proj"), ("qkv_bias", "self_attn.qkv_proj"),

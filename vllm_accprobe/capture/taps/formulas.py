@@ -4,7 +4,7 @@ The problem: a layer adds, scales and hands on between its parts, where nothing 
 its own way. The idea: the source of a module's forward is followed symbolically, once a module, before it is tapped:
 the module's own numbers and switches are known, its children are calls, and every path through the code gives an
 expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
-output k of the child at that path; numbers; + - * /; ``a if w else b``, where w says whether the input or output w is
+output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``a if w else b``, where w says whether the input or output w is
 there. ``output`` alone names the child all of whose outputs are handed on, ``inside.path/name`` is the input of that
 name of the child at that path, ``own_code`` children whose inputs are not followed. What is not followed (functions,
 loops, slices, a child called twice) has no formula. Not here: what a formula makes of tensors (opcheck/references).
@@ -385,7 +385,9 @@ class _Follower:
         """An attribute of ``owner``; one that this forward assigns has no known value."""
         if isinstance(owner, _Known) and name in self._written:
             return _Cell(None)
-        return _attribute(owner, name)
+        found = _attribute(owner, name)
+        own = isinstance(owner, _Known) and owner.value is self._module and isinstance(found, _Cell)
+        return _Cell(f"own.{name}") if own else found
 
     def _global(self, name: str) -> Any:
         if name in _BUILTINS:

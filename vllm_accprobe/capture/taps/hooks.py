@@ -85,11 +85,13 @@ _ATTRIBUTES = [
     # convolutions
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
     "enable_linear", "tp_world",
+    # kernels of 4-bit weights that make 8 bits of their inputs
+    "use_w4a8",
     # rotary embeddings, vLLM's and transformers'
     "low_freq_factor", "high_freq_factor", "orig_max_position", "original_max_position_embeddings", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "extrapolation_factor", "attn_factor", "truncate", "scaling_alpha",
     "max_trained_positions", "mixed_b", "short_factor", "long_factor", "short_mscale", "long_mscale", "use_long_rope",
-    "rope_type", "attention_scaling", "original_max_seq_len", "max_seq_len_cached",
+    "rope_type", "rope_angles", "attention_scaling", "original_max_seq_len", "max_seq_len_cached",
 ]  # fmt: skip
 _IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
 """Of the object that computes vLLM's attention: ``impl.scale`` and so on."""

@@ -446,7 +446,31 @@ class Neighbours:
     def _inner(self, rank: int, tap: str, path: str, place: tuple[int, int]) -> Record | None:
         """The output of a module inside, or, of ``path/input``, this input of it."""
         child, _, name = path.partition("/")
-        return self._index.records_of(rank, f"{tap}.{child}", *place).get(f"input.{name}" if name else "output.0")
+        return self._call_inside(rank, tap, child, place).get(f"input.{name}" if name else "output.0")
+
+    def _call_inside(self, rank: int, tap: str, child: str, place: tuple[int, int]) -> Mapping[str, Record]:
+        """The records of the one call of a part within a call of ``tap``, {} where there are none or several."""
+        calls = self._during(rank, tap, f"{tap}.{child}", place)
+        return calls[0] if len(calls) == 1 else {}
+
+    def _during(self, rank: int, tap: str, child: str, place: tuple[int, int]) -> list[Mapping[str, Record]]:
+        """The calls of a part within a call of ``tap``: of several calls in a step each has what ran since the one
+        before it."""
+        inner, own = self._steps(rank, child).get(place[0], []), self._steps(rank, tap).get(place[0], [])
+        if len(own) < 2 or not inner:
+            return inner
+        ends = sorted(max(r.seq for r in records.values()) for records in own)
+        mine = max((r.seq for r in self._index.records_of(rank, tap, *place).values()), default=-1)
+        before = max((e for e in ends if e < mine), default=-1)
+        return [records for records in inner if before < max(r.seq for r in records.values()) <= mine]
+
+    def _steps(self, rank: int, tap: str) -> Mapping[int, list[Mapping[str, Record]]]:
+        """The records of a tap's calls, by step."""
+        if (rank, tap) not in self._by_step:
+            by = self._by_step[rank, tap] = {}
+            for (step, _), by_role in self._index.by_tap.get((rank, tap), {}).items():
+                by.setdefault(step, []).append(by_role)
+        return self._by_step[rank, tap]
 
     def made_inside(
         self, what: Call, rank: int, tap: str, place: tuple[int, int], records: Mapping[str, Record]
@@ -471,7 +495,7 @@ class Neighbours:
         child, bracket, k = text.removesuffix("]").partition("[")
         if not bracket and not text.isidentifier() or bracket and not (k.isdigit() and text.endswith("]")):
             return False
-        at = self._index.records_of(rank, f"{tap}.{child}", *place) if bracket else records
+        at = self._call_inside(rank, tap, child, place) if bracket else records
         source = at.get(f"output.{k}" if bracket else f"input.{child}")
         return source is None or source.hash is None or (source.hash, source.dtype) == (r.hash, r.dtype)
 
@@ -539,17 +563,17 @@ class Neighbours:
             extra["wide_state"] = (object_at(dump.run, "engine") or {}).get("state_dtype") == "float32"
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
-        extra |= self._inside(rank, tap, step)
+        extra |= self._inside(rank, tap, (step, n))
         if what.cls in _SUMMED_INSIDE and len(dump.ranks) > 1:
             extra |= self._parts(what, rank, tap, step, n, extra)
         return extra
 
-    def _inside(self, rank: int, tap: str, step: int) -> dict[str, Any]:
+    def _inside(self, rank: int, tap: str, place: tuple[int, int]) -> dict[str, Any]:
         children = self._index.children.get((rank, tap))
         read = self._index.read
         if not children:
             return {}
-        within = self._within(rank, tap, children, step)
+        within = self._within(rank, tap, children, place)
         seen = {path.partition(".")[0] for path, _, _ in within}
         unseen = tuple(sorted(self._parts_of(rank, tap) - seen))
         return {"children": within, "read": read, "unseen": unseen}
@@ -582,7 +606,7 @@ class Neighbours:
         if mine is None or mine.layout.kind == "partial" or not inner:
             return {}
         calls = self._calls_of_all_ranks(what.cls, tap, step, n)
-        ranks = [replace(part, extra=self._inside(other, tap, step)) for other, part in calls.items()]
+        ranks = [replace(part, extra=self._inside(other, tap, (step, n))) for other, part in calls.items()]
         return {"partial": inner[-1].layout.size, "ranks": ranks}
 
     def _calls_of_all_ranks(self, cls: str, tap: str, step: int, n: int) -> dict[int, Call]:
@@ -649,15 +673,13 @@ class Neighbours:
         again = {adapter_of((s.role or "").removeprefix("param.")) for s in dump.skips if s.reason == ADAPTER_ANEW}
         return {"adapters": RowAdapters(tuple(of_row), weights, frozenset(again))}
 
-    def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:
+    def _within(
+        self, rank: int, tap: str, children: list[str], place: tuple[int, int]
+    ) -> list[tuple[str, str, Record]]:  # fmt: skip
         """(path below the tap, role, record) of outputs inside, in the order of execution."""
         found = []
         start = 0 if tap == ROOT_TAP else len(tap) + 1
         for child in children:
-            if (rank, child) not in self._by_step:
-                by = self._by_step[rank, child] = {}
-                for (s, _), by_role in self._index.by_tap[rank, child].items():
-                    by.setdefault(s, []).append(by_role)
-            for records in self._by_step[rank, child].get(step, ()):
+            for records in self._during(rank, tap, child, place):
                 found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
         return sorted(found, key=lambda f: f[2].seq)

@@ -16,6 +16,7 @@ import ast
 import contextlib
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -228,7 +229,7 @@ class Formula:
 
     def expected(self, text: str) -> Expected:
         try:
-            tree = ast.parse(text, mode="eval").body if len(text) <= _LONGEST else None
+            tree = ast.parse(_NUMBERED.sub(lambda m: f"_i{m[1] or m[2]}", text), mode="eval").body if len(text) <= _LONGEST else None
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             tree = None
         if tree is None:
@@ -253,6 +254,8 @@ class Formula:
             return -value if isinstance(value, float) else value
         if isinstance(node, ast.Name):
             return self._here(self._call.tensor(node.id, node.id.removeprefix("_")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "own":
+            return self._here(self._call.param(node.attr))
         if isinstance(node, ast.Subscript):
             return self._output(*_place(node))
         if isinstance(node, ast.IfExp):
@@ -263,7 +266,8 @@ class Formula:
         raise Declined(NO_FORMULA)
 
     def _here(self, tensor: Any) -> Expected:
-        if tuple(tensor.shape) == tuple(self._shape[-1:]):  # a bias
+        if tensor.numel() == 1 or tuple(tensor.shape) == tuple(self._shape[-1:]):  # a factor, a bias
+            tensor = tensor.reshape(()) if tensor.numel() == 1 else tensor
             return Expected(tensor.double().expand(self._shape))
         if tensor.numel() != self._size:
             raise Declined("a part whose output has another shape")
@@ -326,7 +330,11 @@ def _place(node: ast.Subscript) -> tuple[str, int]:
     """The path and number that ``path[k]`` names."""
     if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, int):
         raise Declined(NO_FORMULA)
-    return ast.unparse(node.value), node.slice.value
+    return _WAS_NUMBERED.sub(r"\1", ast.unparse(node.value)), node.slice.value
+
+
+_NUMBERED, _WAS_NUMBERED = re.compile(r"(?<=\.)(\d+)(?=[.\[])|(?<![\w.])(\d+)(?=\.[A-Za-z_])"), re.compile(r"\b_i(\d+)")
+"""Parts of a list of modules: ``layers.2`` is no name of Python's."""
 
 
 def _errors(e: Any) -> tuple[Any, Any]:
