@@ -395,6 +395,7 @@ _PAST = {
 }
 _WITH_WEIGHTS = ("conv1d", "conv")
 """Modules inside recurrent ones whose weights the recurrence reads itself."""
+_HEAD = "ParallelLMHead"
 SAMPLER = "sampler"
 """The tap of every engine's sampler, whatever its class."""
 _QUIET = (
@@ -533,7 +534,9 @@ class Neighbours:
         if what.cls in _OVER_RANKS:
             extra["ranks"] = list(self._calls_of_all_ranks(what.cls, tap, step, n).values())
         if what.cls == "LogitsProcessor":
-            head = tap.rpartition("logits_processor")[0] + "lm_head"
+            usual = tap.rpartition("logits_processor")[0] + "lm_head"
+            heads = [m.tap for m in self._index.modules.get(rank, {}).values() if m.cls == _HEAD]
+            head = heads[0] if len(heads) == 1 and (rank, usual) not in self._index.by_tap else usual
             extra |= self._gathered("lm_head", rank, head, step, n)
         if tap == SAMPLER:
             for other in ("logits_processor", "language_model.logits_processor"):
