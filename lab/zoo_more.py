@@ -1,8 +1,8 @@
 """More families for the zoo: decoders of few users, encoders that classify, pictures and sound: small configs, as data.
 
-The problem: a family's false alarm is seen only with a model of it. The idea: rows as in zoo_models.py; where no library
-has a model, its ``model_type`` and its architecture by name, with weights that vLLM draws. Not here, since vLLM 0.32
-cannot run them on a CPU: Kimi-Linear (cutlass), Laguna and AFMoE (sigmoid routers without groups), Mamba 1.
+The problem: a family's false alarm is seen only with a model of it. The idea: rows as in zoo_models.py; where no
+library has a model, its ``model_type`` and its architecture by name, with weights that vLLM draws. Not here, as vLLM
+0.32 cannot run them on a CPU: Kimi-Linear (cutlass), Laguna and AFMoE (sigmoid routers without groups), Mamba 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _LLAMA = _DENSE | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 512
 
 
 def _llama(architecture: str, **fields: Any) -> Architecture:
-    """A model that vLLM alone has, with a config like that of llama (another type has no rules about norms) and ``fields``."""
+    """A model that vLLM alone has, with a config like that of llama and ``fields``: of another type, which has no
+    rules about its norms."""
     return Architecture("arcee", architecture, _LLAMA | fields)
 
 
@@ -38,7 +39,8 @@ MODELS: dict[str, Architecture] = {
     "teleflm": _llama("TeleFLMForCausalLM", use_mup=True, input_mult=1.5, output_mult=0.7, mup_scale_factor=2.0),
     "pangu": _llama("PanguEmbeddedForCausalLM", bias=True),
     "plamo3": _llama("Plamo3ForCausalLM", window_size=32, sliding_window=32, full_attention_idx=[2],
-                     sliding_window_pattern=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
+                     sliding_window_pattern=3, rope_local_theta=10000.0,
+                     layer_types=[f"{w}_attention" for w in ("sliding", "sliding", "full")]),
     "iquest-loop": _llama("IQuestLoopCoderForCausalLM", loop_num=2, loop_window_size=32),
     "mimo": _llama("MiMoForCausalLM", attention_bias=True, num_nextn_predict_layers=0),
     "chatglm": Architecture("chatglm", "ChatGLMForConditionalGeneration", {

@@ -18,7 +18,7 @@ _CLIP = {
     "patch_size": 14, "projection_dim": 64,
 }  # fmt: skip
 _SIZE = {"size": {"height": 56, "width": 56}}
-_IMAGE = "<|image_pad|>"
+_IMAGE, _BREAK = "<|image_pad|>", {" word0": "\n", " word1": "\n\n"}
 
 
 def _picture(kind: str, processor: tuple[str, dict[str, Any]], drawn: bool = False, **fields: Any) -> Architecture:
@@ -52,13 +52,16 @@ MODELS: dict[str, Architecture] = {
         ("Idefics3Processor", {
             "image_processor": ("Idefics3ImageProcessor", {"size": {"longest_edge": 112},
                                                            "max_image_size": {"longest_edge": 56}}),
-            "image_seq_len": 4}),
+            "image_seq_len": 4, "renamed": {
+                _IMAGE: "<image>", " word0": "<fake_token_around_image>", " word1": "<global-img>",
+                " word2": "<end_of_utterance>", **{f" word{3 + k}": f"<row_{1 + k // 2}_col_{1 + k % 2}>"
+                                                   for k in range(4)}}}),
         text_config=_TEXT | {"model_type": "llama"}, vision_config=_CLIP | {"model_type": "idefics3_vision"},
         image_token_id=6, scale_factor=2),
     "gemma3-mm": _picture(
         "Gemma3",
         ("Gemma3Processor", {
-            "image_processor": ("Gemma3ImageProcessor", _SIZE), "image_seq_length": 4,
+            "image_processor": ("Gemma3ImageProcessor", _SIZE), "image_seq_length": 4, "renamed": _BREAK,
             "tokens": {"image_token": _IMAGE, "boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"}}),
         text_config=_TEXT | {"model_type": "gemma3_text", "sliding_window": 32, "query_pre_attn_scalar": 32},
         vision_config=_CLIP | {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4, boi_token_index=4,
@@ -66,7 +69,7 @@ MODELS: dict[str, Architecture] = {
     "paligemma": _picture(
         "PaliGemma",
         ("PaliGemmaProcessor", {
-            "image_processor": ("SiglipImageProcessor", _SIZE | {"image_seq_length": 16}),
+            "image_processor": ("SiglipImageProcessor", _SIZE | {"image_seq_length": 16}), "renamed": _BREAK,
             "tokens": {"image_token": _IMAGE}}),
         text_config=_TEXT | {"model_type": "gemma", "num_image_tokens": 16},
         vision_config=_CLIP | {"model_type": "siglip_vision_model", "projection_dim": 128}, projection_dim=128,
@@ -95,7 +98,9 @@ MODELS: dict[str, Architecture] = {
         ("Glm4vProcessor", {
             "image_processor": ("Glm4vImageProcessor", {"size": {"shortest_edge": 784, "longest_edge": 50176},
                                                         "patch_size": 14}),
-            "video_processor": ("Glm4vVideoProcessor", {"patch_size": 14}),
+            "video_processor": ("Glm4vVideoProcessor", {"patch_size": 14}), "renamed": {
+                "<|vision_start|>": "<|begin_of_image|>", "<|vision_end|>": "<|end_of_image|>",
+                " word0": "<|begin_of_video|>", " word1": "<|end_of_video|>"},
             "tokens": {"image_token": _IMAGE, "video_token": "<|video_pad|>"}}),
         text_config=_TEXT | {"partial_rotary_factor": 0.5,
                              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
@@ -114,8 +119,8 @@ MODELS: dict[str, Architecture] = {
         "local_attention": 32, "global_attn_every_n_layers": 3, "num_labels": 3}, engine=_POOLING),
     "qwen3-classify": Architecture("Qwen3Config", "Qwen3ForSequenceClassification", _DENSE | {
         "head_dim": 32, "num_labels": 2}, engine=_POOLING),
-    "gte": Architecture("GteConfig", "GteModel", _ENCODER, engine=_POOLING),
-    "nomic-bert": Architecture("NomicBertConfig", "NomicBertModel", _ENCODER, engine=_POOLING),
+    "gte": Architecture("GteConfig", "GteModel", _ENCODER, engine=_POOLING,
+                        late={"position_embedding_type": "rope"}),
     "gemma3-embedding": Architecture("Gemma3TextConfig", "Gemma3TextModel", _TEXT | {
         "use_bidirectional_attention": True, "sliding_window": 32}, engine=_POOLING),
 }  # fmt: skip

@@ -478,10 +478,10 @@ def placed(site: Site) -> None:
     """Pictures' rows lie ``factor`` rows further among the text's. module: the root, ""."""
     embed = site.module.embed_input_ids
 
-    def wrapped(ids: Any, pictures: Any = None, *, is_multimodal: Any = None) -> Any:
+    def wrapped(ids: Any, multimodal_embeddings: Any = None, *, is_multimodal: Any = None) -> Any:
         if is_multimodal is not None and bool(is_multimodal.any()):
             is_multimodal = is_multimodal.roll(int(site.fault.factor))
-        return embed(ids, pictures, is_multimodal=is_multimodal)
+        return embed(ids, multimodal_embeddings, is_multimodal=is_multimodal)
 
     site.module.embed_input_ids = wrapped
 

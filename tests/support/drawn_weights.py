@@ -3,7 +3,7 @@ checkpoint.
 
 The problem: many of vLLM's models exist in no other library, so nothing writes their weights, and vLLM's own dummy
 weights are so small that nothing of a network is left. The idea: a loader that draws each parameter by its name, the
-same in every run, at the size that keeps the network alive. Not here: how vLLM reads checkpoints, which is then untried.
+same in every run, at the size that keeps the network alive. Not here: how vLLM reads checkpoints.
 """
 
 from __future__ import annotations

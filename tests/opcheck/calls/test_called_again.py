@@ -39,7 +39,8 @@ def test_a_block_that_is_called_again_has_its_own_parts(tmp_path: Path) -> None:
         maker.call("b", "OddBlock", {}, 11 * k * X, number=int(k) - 1)
     maker.close()
     first, second = checked(tmp_path, "b")
-    assert torch.equal(first["output.0"].value, 11 * X.double()) and set(first) == {"output.0"}
+    assert torch.equal(first["output.0"].value, 11 * X.double())
+    assert set(first) == {"output.0"}
     assert torch.equal(second["output.0"].value, 22 * X.double())
     assert torch.equal(second["inside.norm.1/x"].value, 20 * X.double())  # the other part's input is as it should be
 

@@ -131,7 +131,8 @@ def test_what_a_part_receives() -> None:
     found = evaluated(call)
     assert {role: e.unit for role, e in found.items()} == {"output.0": 0.0, "inside.norm/x": None, "inside.mlp/x": 0.0}
     torch.testing.assert_close(found["inside.norm/x"].value, X + B, rtol=1e-15, atol=0.0)
-    assert torch.equal(found["inside.mlp/x"].value, M) and found["inside.mlp/x"].note == NOT_RECEIVED
+    assert torch.equal(found["inside.mlp/x"].value, M)
+    assert found["inside.mlp/x"].note == NOT_RECEIVED
 
 
 HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}
@@ -145,6 +146,8 @@ PARTS = {"self_attn": A, "mlp": M}
     (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=FORGETS), X + A / 2 + M / 2, True, False),
     (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=HALVES), X + A / 2 + M / 2, False, False),
     (block("OddDecoderLayer", X, PARTS, x=X, attrs=HALVES), X + A / 2 + M / 2, False, False),
+    *((block("OddDecoderLayer", X, PARTS, {"output.1": X}, X, config=HALF, attrs={"forward": {"output.0": f"mlp[0]{f}"}}),
+       M * n, False, left) for f, n, left in ((" * 0.5", 0.5, False), ("", 1.0, True))),  # it hands its residual on
     (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=BARE), B / 2, True, False),
     (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=TIMES), B / 2, False, False),
     (block("OddMLP", X, {"expert_gate": GATE, "down_proj": B}, attrs=BARE), B, False, True),

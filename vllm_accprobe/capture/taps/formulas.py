@@ -4,8 +4,8 @@ The problem: a layer adds, scales and hands on between its parts, where nothing 
 its own way. The idea: the source of a module's forward is followed symbolically, once a module, before it is tapped:
 the module's own numbers and switches are known, its children are calls, and every path through the code gives an
 expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
-output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``a if w else b``, where w says whether the input or output w is
-there. ``output`` alone names the child all of whose outputs are handed on, ``inside.path/name`` is the input of that
+output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``a if w else b``, where w says whether
+the input or output w is there. ``output`` alone names the child all of whose outputs are handed on, ``inside.path/name`` is the input of that
 name of the child at that path, ``own_code`` children whose inputs are not followed. What is not followed (functions,
 loops, slices, a child called twice) has no formula. Not here: what a formula makes of tensors (opcheck/references).
 """
@@ -41,7 +41,13 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _MOST_TURNS = 512
 """Chosen: of a loop that is followed turn by turn."""
-_BUILTINS: dict[str, Any] = {"isinstance": isinstance, "tuple": tuple, "len": len, "enumerate": enumerate, "range": range}
+_BUILTINS: dict[str, Any] = {
+    "isinstance": isinstance,
+    "tuple": tuple,
+    "len": len,
+    "enumerate": enumerate,
+    "range": range,
+}
 _PLAIN = (bool, int, float, str, type(None), dict, list)
 _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
 """Attributes and methods of a tensor that give none of its elements."""
@@ -272,9 +278,10 @@ class _Follower:
     def _items(self, node: ast.expr, path: _Path) -> Sequence[Any] | None:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             whole, cut = self._items(node.value, path), node.slice
-            ends = [None if e is None else self._value(e, path) for e in (cut.lower, cut.upper, cut.step)]
-            known = whole is not None and all(e is None or isinstance(getattr(e, "value", _Lost), int) for e in ends)
-            return whole[slice(*(None if e is None else e.value for e in ends))] if whole and known else None
+            parts = [_Known(None) if e is None else self._value(e, path) for e in (cut.lower, cut.upper, cut.step)]
+            if whole is None or not all(isinstance(p, _Known) and isinstance(p.value, int | None) for p in parts):
+                return None
+            return whole[slice(*(p.value for p in parts))]
         if not isinstance(node, ast.Call):
             value = self._value(node, path)
             of_modules = isinstance(value, _Known) and isinstance(value.value, torch.nn.ModuleList)

@@ -527,7 +527,6 @@ class Taps:
         self.taps.append(tap)
         self._undo.callback(lambda: method.__dict__.pop("apply", None))
 
-
     def _wrap_both_norms(self, norms: type, taken: Mapping[int, tuple[_Passed, Callable[..., Any]]]) -> None:
         """A static method computes q's and k's norm past both modules (MiniMax-M2)."""
         before = norms.__dict__[_BOTH_NORMS]

@@ -494,7 +494,7 @@ class Neighbours:
         if not isinstance(text, str) or not r.dtype.startswith(("bfloat", "float")):
             return True
         child, bracket, k = text.removesuffix("]").partition("[")
-        if not bracket and not text.isidentifier() or bracket and not (k.isdigit() and text.endswith("]")):
+        if (not bracket and not text.isidentifier()) or (bracket and not (k.isdigit() and text.endswith("]"))):
             return False
         at = self._call_inside(rank, tap, child, place) if bracket else records
         source = at.get(f"output.{k}" if bracket else f"input.{child}")
