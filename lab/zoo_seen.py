@@ -18,7 +18,7 @@ _CLIP = {
     "patch_size": 14, "projection_dim": 64,
 }  # fmt: skip
 _SIZE = {"size": {"height": 56, "width": 56}}
-_IMAGE, _BREAK = "<|image_pad|>", {" word0": "\n", " word1": "\n\n"}
+_IMAGE, _BREAK = "<|image_pad|>", {f" word{k}": "\n" * (k + 1) for k in range(4)}
 
 
 def _picture(kind: str, processor: tuple[str, dict[str, Any]], drawn: bool = False, **fields: Any) -> Architecture:
@@ -70,7 +70,7 @@ MODELS: dict[str, Architecture] = {
         "PaliGemma",
         ("PaliGemmaProcessor", {
             "image_processor": ("SiglipImageProcessor", _SIZE | {"image_seq_length": 16}), "renamed": _BREAK,
-            "tokens": {"image_token": _IMAGE}}),
+            "tokens": {"image_token": _IMAGE}}), drawn=True,
         text_config=_TEXT | {"model_type": "gemma", "num_image_tokens": 16},
         vision_config=_CLIP | {"model_type": "siglip_vision_model", "projection_dim": 128}, projection_dim=128,
         image_token_index=6),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from opcheck_dumps import Maker
 
@@ -45,14 +46,21 @@ def test_a_block_that_is_called_again_has_its_own_parts(tmp_path: Path) -> None:
     assert torch.equal(second["inside.norm.1/x"].value, 20 * X.double())  # the other part's input is as it should be
 
 
-def test_logits_of_a_head_of_another_name(tmp_path: Path) -> None:
-    maker = Maker(tmp_path)
-    maker.module("output", "ParallelLMHead")
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_a_head_of_another_name(tied: bool, tmp_path: Path) -> None:
+    """Or of the embedding, whose first call looks tokens up."""
+    maker, cls = Maker(tmp_path), "VocabParallelEmbedding" if tied else "ParallelLMHead"
+    maker.module("output", cls)
+    maker.param("output", cls, weight=4 * torch.eye(2))
     maker.module("logits_processor", "LogitsProcessor", scale=0.5)
     maker.request(0, 3)
     maker.step(0, [(0, 0, 3)])
-    maker.call("output", "ParallelLMHead", {"x": X}, 4 * X)
+    if tied:
+        maker.call("output", cls, {"input_": torch.tensor([0, 1, 1])}, 4 * torch.eye(2)[[0, 1, 1]])
+    maker.call("output", cls, {"x": X}, 4 * X, number=int(tied))
     maker.call("logits_processor", "LogitsProcessor", {"hidden_states": X}, 2 * X)
     maker.close()
+    *_, head = checked(tmp_path, "output")
+    assert torch.equal(head["output.0"].value, 4 * X.double())
     (only,) = checked(tmp_path, "logits_processor")
     assert torch.equal(only["output.0"].value, 2 * X.double())

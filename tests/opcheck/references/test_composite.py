@@ -146,8 +146,8 @@ PARTS = {"self_attn": A, "mlp": M}
     (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=FORGETS), X + A / 2 + M / 2, True, False),
     (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=HALVES), X + A / 2 + M / 2, False, False),
     (block("OddDecoderLayer", X, PARTS, x=X, attrs=HALVES), X + A / 2 + M / 2, False, False),
-    *((block("OddDecoderLayer", X, PARTS, {"output.1": X}, X, config=HALF, attrs={"forward": {"output.0": f"mlp[0]{f}"}}),
-       M * n, False, left) for f, n, left in ((" * 0.5", 0.5, False), ("", 1.0, True))),  # it hands its residual on
+    *((block("OddDecoderLayer", X, PARTS, {"output.1": X}, X, config=HALF, attrs={"forward": {"output.0": code}}),
+       M * n, False, left) for code, n, left in (("mlp[0] * 0.5", 0.5, False), ("mlp[0]", 1.0, True))),
     (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=BARE), B / 2, True, False),
     (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=TIMES), B / 2, False, False),
     (block("OddMLP", X, {"expert_gate": GATE, "down_proj": B}, attrs=BARE), B, False, True),

@@ -5,9 +5,10 @@ its own way. The idea: the source of a module's forward is followed symbolically
 the module's own numbers and switches are known, its children are calls, and every path through the code gives an
 expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
 output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``a if w else b``, where w says whether
-the input or output w is there. ``output`` alone names the child all of whose outputs are handed on, ``inside.path/name`` is the input of that
-name of the child at that path, ``own_code`` children whose inputs are not followed. What is not followed (functions,
-loops, slices, a child called twice) has no formula. Not here: what a formula makes of tensors (opcheck/references).
+the input or output w is there. ``output`` alone names the child all of whose outputs are handed on,
+``inside.path/name`` is the input of that name of the child at that path, ``own_code`` children whose inputs are not
+followed. What is not followed (functions, slices, a child called twice) has no formula. Not here: what a formula makes
+of tensors (opcheck/references).
 """
 
 from __future__ import annotations
@@ -291,8 +292,8 @@ class _Follower:
             items = self._items(node.args[0], path)
             return None if items is None else [(_Known(k), item) for k, item in enumerate(items)]
         ends = [self._value(a, path) for a in node.args[function is itertools.islice :]]
-        whole = all(isinstance(e, _Known) and isinstance(e.value, int | None) for e in ends) and not node.keywords
-        numbers: list[Any] = [e.value for e in ends] if whole else []
+        plain = all(isinstance(e, _Known) and isinstance(e.value, int | None) for e in ends) and not node.keywords
+        numbers: list[Any] = [e.value for e in ends] if plain else []
         if function is itertools.islice and numbers:
             items = self._items(node.args[0], path)
             return None if items is None else list(itertools.islice(items, *numbers))

@@ -395,7 +395,7 @@ _PAST = {
 }
 _WITH_WEIGHTS = ("conv1d", "conv")
 """Modules inside recurrent ones whose weights the recurrence reads itself."""
-_HEAD = "ParallelLMHead"
+_HEADS = ("ParallelLMHead", "VocabParallelEmbedding")
 SAMPLER = "sampler"
 """The tap of every engine's sampler, whatever its class."""
 _QUIET = (
@@ -534,10 +534,8 @@ class Neighbours:
         if what.cls in _OVER_RANKS:
             extra["ranks"] = list(self._calls_of_all_ranks(what.cls, tap, step, n).values())
         if what.cls == "LogitsProcessor":
-            usual = tap.rpartition("logits_processor")[0] + "lm_head"
-            heads = [m.tap for m in self._index.modules.get(rank, {}).values() if m.cls == _HEAD]
-            head = heads[0] if len(heads) == 1 and (rank, usual) not in self._index.by_tap else usual
-            extra |= self._gathered("lm_head", rank, head, step, n)
+            head = tap.rpartition("logits_processor")[0] + "lm_head"
+            extra |= self._gathered("lm_head", rank, *self._head(rank, head, step, n))
         if tap == SAMPLER:
             for other in ("logits_processor", "language_model.logits_processor"):
                 extra |= self._output("logits", rank, other, step, n)
@@ -570,6 +568,15 @@ class Neighbours:
         if what.cls in _SUMMED_INSIDE and len(dump.ranks) > 1:
             extra |= self._parts(what, rank, tap, step, n, extra)
         return extra
+
+    def _head(self, rank: int, usual: str, step: int, n: int) -> tuple[str, int, int]:
+        """The tap, step and call of the head, whatever its name: an embedding's product with ``x`` is one, too."""
+        if (rank, usual) in self._index.by_tap:
+            return usual, step, n
+        taps = [m.tap for m in self._index.modules.get(rank, {}).values() if m.cls in _HEADS]
+        calls = [(t, s, k) for t in taps for (s, k), r in self._index.by_tap.get((rank, t), {}).items()
+                 if s == step and "input.x" in r]  # fmt: skip
+        return calls[n] if n < len(calls) and len({t for t, _, _ in calls}) == 1 else (usual, step, n)
 
     def _inside(self, rank: int, tap: str, place: tuple[int, int]) -> dict[str, Any]:
         children = self._index.children.get((rank, tap))
