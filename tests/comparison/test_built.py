@@ -325,6 +325,13 @@ def test_code_that_computes_another_formula(mine: Any, golden: str, says: str) -
     assert other_code({"output.0": mine}, {"output.0": golden, "output.1": "x"}) == says
 
 
+def test_code_that_hands_something_else_to_a_part() -> None:
+    """Which comes first: an output may follow from it."""
+    golden = {"output.0": "mlp[0]", "inside.mlp/x": "norm[0]", "inside.attn/x": "(x + y)"}
+    mine = {"output.0": "(mlp[0] + x)", "inside.mlp/x": "x", "inside.attn/x": "(y + x)", "own_code": "attn"}
+    assert other_code(mine, golden) == "its own code computes input x of mlp = x, golden's norm[0]"
+
+
 @pytest.mark.parametrize(("mine", "golden", "children", "found"), [
     (("v/a.py:1", {"output.0": "(x + attn[0])"}), ("v/a.py:1", {"output.0": "x"}), ("attn",), True),
     (("v/a.py:1", {"output.0": "x"}), ("v/b.py:9", {"output.0": "(x + attn[0])"}), ("attn",), True),
