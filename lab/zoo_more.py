@@ -2,7 +2,8 @@
 
 The problem: a family's false alarm is seen only with a model of it. The idea: rows as in zoo_models.py; where no
 library has a model, its ``model_type`` and its architecture by name, with weights that vLLM draws. Not here, as vLLM
-0.32 cannot run them on a CPU: Kimi-Linear (cutlass), Laguna and AFMoE (sigmoid routers without groups), Mamba 1.
+0.32 cannot run them on a CPU: Kimi-Linear (cutlass), Laguna and AFMoE (sigmoid routers without groups), Mamba 1,
+Step 1 (ALiBi).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ MODELS: dict[str, Architecture] = {
     "solar": _llama("SolarForCausalLM", num_hidden_layers=4, bskcn_1=[1], bskcn_2=[2], bskcn_3=[1], bskcn_4=[3],
                     bskcn_tv=[0.9, 0.8]),
     "exaone": _llama("ExaoneForCausalLM", num_layers=3, layer_norm_epsilon=1e-5, activation_function="silu"),
-    "step1": _llama("Step1ForCausalLM", num_attention_groups=2),
     "bailing": _llama("BailingMoeForCausalLM", num_experts=8, num_experts_per_tok=2, num_shared_experts=1,
                       moe_intermediate_size=64, first_k_dense_replace=1, norm_topk_prob=True, use_bias=False,
                       use_qkv_bias=False, use_qk_norm=False, rotary_dim=32, score_function="softmax",
@@ -38,9 +38,6 @@ MODELS: dict[str, Architecture] = {
     "telechat2": _llama("TeleChat2ForCausalLM"),
     "teleflm": _llama("TeleFLMForCausalLM", use_mup=True, input_mult=1.5, output_mult=0.7, mup_scale_factor=2.0),
     "pangu": _llama("PanguEmbeddedForCausalLM", bias=True),
-    "plamo3": _llama("Plamo3ForCausalLM", window_size=32, sliding_window=32, full_attention_idx=[2],
-                     sliding_window_pattern=3, rope_local_theta=10000.0,
-                     layer_types=[f"{w}_attention" for w in ("sliding", "sliding", "full")]),
     "iquest-loop": _llama("IQuestLoopCoderForCausalLM", loop_num=2, loop_window_size=32),
     "mimo": _llama("MiMoForCausalLM", attention_bias=True, num_nextn_predict_layers=0),
     "chatglm": Architecture("chatglm", "ChatGLMForConditionalGeneration", {
@@ -52,20 +49,12 @@ MODELS: dict[str, Architecture] = {
         "head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
-    "afmoe": Architecture("AfmoeConfig", "AfmoeForCausalLM", _DENSE | {
-        "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
-        "num_shared_experts": 1, "num_dense_layers": 1, "num_hidden_layers": 4, "global_attn_every_n_layers": 4,
-        "sliding_window": 32, "route_scale": 1.5, "route_norm": True, "mup_enabled": True, "n_group": 1,
-        "topk_group": 1}),
     "persimmon": Architecture("PersimmonConfig", "PersimmonForCausalLM", _DENSE | {"num_key_value_heads": 4,
                               "partial_rotary_factor": 0.5, "qk_layernorm": True}),
     "nemotron-h": Architecture("NemotronHConfig", "NemotronHForCausalLM", _DENSE | {
         "hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "head_dim": 32, "mamba_num_heads": 8,
         "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 32,
         "layers_block_type": ["mamba", "attention", "mlp", "mamba"]}),
-    "mamba": Architecture("MambaConfig", "MambaForCausalLM", {
-        "hidden_size": 128, "state_size": 16, "num_hidden_layers": 3, "conv_kernel": 4, "expand": 2,
-        "tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1}),
     "helium": Architecture("HeliumConfig", "HeliumForCausalLM", _DENSE | {"head_dim": 32}),
     "nanochat": Architecture("NanoChatConfig", "NanoChatForCausalLM", _DENSE | {"final_logit_softcapping": 15.0}),
     "mistral4": Architecture("Mistral4Config", "Mistral4ForCausalLM", _DENSE | {"head_dim": 32}),

@@ -100,8 +100,9 @@ MODELS: dict[str, Architecture] = {
                                                         "patch_size": 14}),
             "video_processor": ("Glm4vVideoProcessor", {"patch_size": 14}), "renamed": {
                 "<|vision_start|>": "<|begin_of_image|>", "<|vision_end|>": "<|end_of_image|>",
-                " word0": "<|begin_of_video|>", " word1": "<|end_of_video|>"},
-            "tokens": {"image_token": _IMAGE, "video_token": "<|video_pad|>"}}),
+                " word0": "<|begin_of_video|>", " word1": "<|end_of_video|>", _IMAGE: "<|image|>",
+                "<|video_pad|>": "<|video|>"},
+            "tokens": {"image_token": "<|image|>", "video_token": "<|video|>"}}),
         text_config=_TEXT | {"partial_rotary_factor": 0.5,
                              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                  "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
