@@ -77,9 +77,11 @@ def finished(path: Path, make: Callable[[], None]) -> Path:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Classes of the transformers library, by name, and the config's fields. engine: arguments of vllm.LLM; late:
-    entries of config.json that the library does not write; defect: what vLLM 0.32 computes wrongly here on a CPU, as
-    class and reason: alarms of that class are right; picture: requests have one."""
+    """Classes of the transformers library, by name, and the config's fields. config: its class, or a ``model_type``;
+    model: where the library has no such class, vLLM draws the weights (drawn_weights.py); engine: arguments of
+    vllm.LLM; late: entries of config.json that the library does not write; defect: what vLLM 0.32 computes wrongly here
+    on a CPU, as class and reason: alarms of that class are right; picture: requests have one; processor: the class of
+    a model's processor and its arguments, of which a pair is a class and its arguments."""
 
     config: str
     model: str
@@ -88,6 +90,16 @@ class Architecture:
     late: Mapping[str, Any] = field(default_factory=dict)
     defect: tuple[str, str] = ("", "")
     picture: bool = False
+    processor: tuple[str, Mapping[str, Any]] = ("", {})
+
+    @property
+    def drawn(self) -> bool:
+        """Whether vLLM draws the weights."""
+        import transformers
+
+        if self.engine.get("load_format") == "drawn":
+            return True
+        return not self.config.endswith("Config") or not hasattr(transformers, self.model)
 
 
 def of_transformers(name: str, path: Path, seed: int = 0) -> Path:
@@ -101,10 +113,24 @@ def of_architecture(entry: Architecture, path: Path, seed: int = 0) -> Path:
     def make() -> None:
         import torch
         import transformers
-        from tiny_tokenizer import write_image_processor, write_tokenizer
+        from tiny_tokenizer import write_image_processor, write_processor, write_tokenizer
 
-        config = getattr(transformers, entry.config)(**{"vocab_size": tiny_model.VOCAB, **entry.fields})
-        config.torch_dtype = torch.bfloat16
+        fields = {"vocab_size": tiny_model.VOCAB, **entry.fields}
+        if entry.config.endswith("Config"):
+            config = getattr(transformers, entry.config)(**fields)
+            config.dtype = torch.bfloat16
+            written = config.to_diff_dict()
+        else:
+            written = {"model_type": entry.config, **fields, "dtype": "bfloat16"}
+        write_tokenizer(path, vocab_size=tiny_model.VOCAB)
+        if entry.processor[0]:
+            write_processor(path, *entry.processor)
+        elif entry.picture:
+            write_image_processor(path, config.vision_config.to_dict())
+        if entry.drawn:
+            written |= {"architectures": [entry.model], **entry.late}
+            (path / "config.json").write_text(json.dumps(written, default=str))
+            return
         model = getattr(transformers, entry.model)(config)
         generator = torch.Generator().manual_seed(seed)
         corrections = [(n, b) for n, b in model.named_buffers() if n.endswith("_bias")]  # of routers' scores
@@ -114,9 +140,6 @@ def of_architecture(entry: Architecture, path: Path, seed: int = 0) -> Path:
         if entry.late:
             written = json.loads((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps(written | dict(entry.late)))
-        write_tokenizer(path, vocab_size=tiny_model.VOCAB)
-        if entry.picture:
-            write_image_processor(path, config.vision_config.to_dict())
 
     return finished(path, make)
 

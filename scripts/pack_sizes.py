@@ -1,7 +1,7 @@
 """Sizes of golden packs by computation, for real models, and against packs that were made.
 
-    python scripts/pack_sizes.py                       the table, from the configs below
-    python scripts/pack_sizes.py --check DUMP ...      packs each dump, and compares the file with what is computed
+python scripts/pack_sizes.py                       the table, from the configs below
+python scripts/pack_sizes.py --check DUMP ...      packs each dump, and compares the file with what is computed
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ The order of the ids is fixed: specials first (0 bos, 1 end, 2-3 chat, 4-7 visio
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,26 @@ def write_image_processor(path: Path, vision: dict[str, Any]) -> None:
     video = image | {"video_processor_type": "Qwen2VLVideoProcessor"}
     video.pop("image_processor_type")
     (path / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))
+
+
+def write_processor(path: Path, name: str, arguments: Mapping[str, Any]) -> None:
+    """Write the processor ``name`` of the transformers library, with the tokenizer in ``path``; an argument that is a
+    pair is a class and its arguments; ``renamed``: tokens that get another name."""
+    import transformers
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (path / file).read_text()
+        for old, new in arguments.get("renamed", {}).items():
+            text = text.replace(json.dumps(old), json.dumps(new))
+        (path / file).write_text(text)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    made = {k: getattr(transformers, v[0])(**v[1]) if isinstance(v, tuple) else v for k, v in arguments.items()
+            if k != "renamed"}  # fmt: skip
+    for attribute, token in made.pop("tokens", {}).items():
+        setattr(tokenizer, attribute, token)
+        setattr(tokenizer, f"{attribute}_id", tokenizer.convert_tokens_to_ids(token))
+        tokenizer.init_kwargs[attribute] = token
+    getattr(transformers, name)(tokenizer=tokenizer, **made).save_pretrained(path)
 
 
 def write_audio_processor(path: Path, *, mels: int, frames: int) -> None:

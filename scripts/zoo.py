@@ -111,7 +111,8 @@ def one(name: str, entry: mode_models.Architecture, host: EngineHost, keep: Path
         model = mode_models.of_architecture(entry, keep / "model")
     except Exception as why:
         return found | {"starts": f"no model: {type(why).__name__}: {why}"[:300]}
-    if failed := capture(host, model, entry.engine, keep, entry.picture):
+    engine = {**({"load_format": "drawn"} if entry.drawn else {}), **entry.engine}
+    if failed := capture(host, model, engine, keep, entry.picture):
         return found | {"starts": failed}
     found |= judge(keep) | {"seconds": round(time.monotonic() - began), "defect": ""}
     if entry.defect[0] and found["alarms"] and all(a.startswith(f"{entry.defect[0]} ") for a in found["alarms"]):

@@ -12,6 +12,7 @@ Not here: how the plugin gets into vLLM (accprobe_faults.py); which rows (accpro
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -439,6 +440,79 @@ def setting(site: Site) -> None:
     setattr(owner, name, type(old)(site.fault.factor) if isinstance(old, (bool, int)) else site.fault.factor)
 
 
+def given(site: Site) -> None:
+    """The part ``param`` of a block receives what the part number ``factor`` did, which is called before it: between
+    the parts, where no code of the block shows it."""
+    received: list[Any] = []
+
+    def seen(_: Any, args: Any, kwargs: Any) -> None:
+        received[:] = [next(iter((*args, *kwargs.values()))).clone()]
+
+    def changed(_: Any, args: Any, kwargs: Any) -> Any:
+        first = received[0].reshape((args or tuple(kwargs.values()))[0].shape)
+        return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): first})
+
+    source = list(site.module._modules.values())[int(site.fault.factor)]
+    source.register_forward_pre_hook(seen, with_kwargs=True)
+    site.module.get_submodule(site.fault.param).register_forward_pre_hook(changed, with_kwargs=True)
+
+
+def unnormed_mlp(self: Any, positions: Any, hidden_states: Any, residual: Any) -> Any:
+    """The forward of a llama's layer whose MLP gets what the attention gave, and not its norm."""
+    if residual is None:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+    else:
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+    hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+    _, residual = self.post_attention_layernorm(hidden_states.clone(), residual)
+    return self.mlp(hidden_states), residual
+
+
+def wired(site: Site) -> None:
+    """A block whose own code is another, one of this file: ``param``."""
+    site.module.forward = types.MethodType(globals()[site.fault.param], site.module)
+
+
+def placed(site: Site) -> None:
+    """Pictures' rows lie ``factor`` rows further among the text's. module: the root, ""."""
+    embed = site.module.embed_input_ids
+
+    def wrapped(ids: Any, multimodal_embeddings: Any = None, *, is_multimodal: Any = None) -> Any:
+        if is_multimodal is not None and bool(is_multimodal.any()):
+            is_multimodal = is_multimodal.roll(int(site.fault.factor))
+        return embed(ids, multimodal_embeddings, is_multimodal=is_multimodal)
+
+    site.module.embed_input_ids = wrapped
+
+
+def pooled(site: Site) -> None:
+    """A pooling method pools each request's row ``factor`` rows before the one that is meant."""
+    import torch
+
+    def around(forward: Callable[..., Any], states: Any, *args: Any, **kwargs: Any) -> Any:
+        shifted = torch.roll(states, int(site.fault.factor), 0)
+        return forward(shifted, *args, **kwargs)
+
+    wrap_forward(site.module, around)
+
+
+def adapted(site: Site) -> None:
+    """Adapters add ``factor`` times too much to the layers whose path ends like ``param``. module: the root, ""."""
+    from vllm.lora.layers import base_linear
+
+    base = base_linear.BaseLinearLayerWithLoRA
+    apply = base._apply_lora_to_output
+
+    def wrapped(self: Any, x: Any, output: Any) -> Any:
+        bare = output.clone()
+        added = apply(self, x, output)
+        here = self.base_layer.prefix.endswith(site.fault.param)
+        return bare + (added - bare) * site.fault.factor if here else added
+
+    base._apply_lora_to_output = wrapped
+
+
 def tapped(site: Site) -> None:
     """Output times ``factor`` where the probe has put a tap into the module: looking changes the result, as an operator
     does that stands in the way of a fusion."""
@@ -461,6 +535,7 @@ KINDS: dict[str, Callable[[Site], None]] = {
         *(eps, low_variance, act, coarse_sigmoid, rope, angle, coarse_table),
         *(attn, kernel_scale, cache, coarse_values, slot, block, expert, route),
         *(weight, noise, setting, tapped),
+        *(given, wired, placed, pooled, adapted),
     )
 }
 EARLY = ("weight", "noise")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +173,10 @@ def test_factors_of_rotary_scalings() -> None:
     (one,) = built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn | {"scaling_factor": 4})).mismatches
     assert one.due == 40
     sections = {"base": 1e6, "rotary_dim": 32, "mrope_section": [6, 4, 6], "is_neox_style": True, "head_size": 32}
+    proportional = {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
+    assert not built(proportional, (tap, "Gemma4RotaryEmbedding", {"rotary_dim": 32, "head_size": 32})).mismatches
+    (one,) = built(proportional, (tap, "Gemma4RotaryEmbedding", {"rotary_dim": 8, "head_size": 32})).mismatches
+    assert (one.name, one.due) == ("rotary_dim", 32)
     (one,) = built(QWEN_VL, (tap, "MRotaryEmbedding", sections)).mismatches
     assert (one.key, one.due) == ("rope_scaling.mrope_section", [4, 6, 6])
 
@@ -236,7 +240,20 @@ def test_ties_layers_biases_and_norms() -> None:
     bias = {("model.layers.0.self_attn.qkv_proj", n): "3" for n in ("weight", "bias")}
     assert "bias is True, config.json asks for False (attention_bias)" in structure(embed | bias)[0]
     assert "layers is 1, config.json asks for 2" in structure(embed, "layers.1")[0]
+    tied = embed | {("lm_head", "weight"): "1"}  # of the whole and of its language part, vLLM's releases take either
+    assert structure(tied, config={"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}) == []
+    assert structure(tied, config={"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}) != []
     assert "norms is ['input_layernorm'" in structure(embed, "pre_feedforward_layernorm")[0]
+
+
+@pytest.mark.parametrize(("taps", "says"), [
+    (("model.layers.0", "model.layers.1"), ["layers is 2, config.json asks for 24 (num_hidden_layers)"]),
+    (("model.H_module.layers.0", "model.L_module.layers.0"), []), (("a.layers.0", "b.layers.23"), []),
+])  # fmt: skip
+def test_how_many_layers_each_of_several_stacks_has_is_not_said(taps: Sequence[str], says: list[str]) -> None:
+    out = BuiltCheck()
+    check_structure([Module(t, "Layer", k, {}) for k, t in enumerate(taps)], {"num_hidden_layers": 24}, {}, True, out)
+    assert [m.says.partition("): ")[2] for m in out.mismatches] == says
 
 
 def test_a_key_that_no_rule_knows_is_unchecked() -> None:
@@ -306,6 +323,13 @@ def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoil
 ])  # fmt: skip
 def test_code_that_computes_another_formula(mine: Any, golden: str, says: str) -> None:
     assert other_code({"output.0": mine}, {"output.0": golden, "output.1": "x"}) == says
+
+
+def test_code_that_hands_something_else_to_a_part() -> None:
+    """Which comes first: an output may follow from it."""
+    golden = {"output.0": "mlp[0]", "inside.mlp/x": "norm[0]", "inside.attn/x": "(x + y)"}
+    mine = {"output.0": "(mlp[0] + x)", "inside.mlp/x": "x", "inside.attn/x": "(y + x)", "own_code": "attn"}
+    assert other_code(mine, golden) == "its own code computes input x of mlp = x, golden's norm[0]"
 
 
 @pytest.mark.parametrize(("mine", "golden", "children", "found"), [

@@ -242,6 +242,26 @@ def test_rows_of_another_image(of: slice, says: str) -> None:
     assert is_explained({"module": ROOT_TAP, "role": "input.inputs_embeds"}, {"module": ROOT_TAP, "role": fault.role})
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_of_an_image_that_lie_further_on(apart: bool) -> None:
+    """Of an encoder whose images have their rows in a dimension of their own, too."""
+    dump = WithImages()
+    if apart:
+        at = next(k for k, r in enumerate(dump.records) if r.rows == "vision/1")
+        r = dump.records[at] = replace(dump.records[at], rows="vision/image", shape=(2, 12, 4))
+        dump.values[r.seq] = dump.values[r.seq].reshape(2, 12, 4)
+        segments = tuple(Segment(req, 0, 1, req, PREFILL, image=0) for req in (0, 1))
+        dump.rows[0, 0, "vision/image"] = RowSpace(0, "vision/image", 2, segments)
+    found = check(dump)
+    assert (found.faults, found.checked["embeddings of images"]) == ([], 24)
+    dump.embeds(0)[4:16] = dump.embeds(0)[3:15].copy()  # the first of them is a token's
+    found = check(dump)
+    assert [f.says for f in found.faults] == [
+        "the embeddings of request 'a' in rows 5 to 15, the first chunk, are those of its image 0, moved by +1 rows"
+    ]
+    assert (found.checked["embeddings of images"], sum(found.unchecked.values())) == (23, 1)
+
+
 def test_embeddings_that_a_model_changes_are_unchecked() -> None:
     dump = WithImages()
     dump.embeds(0)[4:16] *= 3

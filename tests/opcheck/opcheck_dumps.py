@@ -65,8 +65,10 @@ class Maker:
         inputs: Mapping[str, torch.Tensor],
         *outputs: torch.Tensor,
         rows: str | None = "tokens",
+        number: int = 0,
     ) -> None:
-        where = {"event": "tensor", "step": self._step, "tap": tap, "class": cls}
+        """number: which of the tap's calls in this step."""
+        where = {"event": "tensor", "step": self._step, "tap": tap, "class": cls, "call": number}
         roles = [(f"input.{k}", v) for k, v in inputs.items()] + [(f"output.{k}", v) for k, v in enumerate(outputs)]
         for role, value in roles:
             more = {"rows": rows, "row_dim": 0} if rows else {}

@@ -17,7 +17,7 @@ from vllm_accprobe.judge import sampling_rules
 from vllm_accprobe.opcheck.calls import sampler_calls
 from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.opcheck.calls.views import view_of
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import FORWARD, Call
 from vllm_accprobe.opcheck.references.linear import RowAdapters
 
 EPS = 1e-5
@@ -187,6 +187,15 @@ def shared(times: float = 1.0) -> Call:
     return with_output(call, routed.double() + times * own.double())  # fmt: skip
 
 
+def handed(other: bool) -> Call:
+    """A block whose MLP receives the norm's output, or what the block itself received."""
+    x, normed, y = (drawn(k, 24, WIDTH) for k in range(3))
+    children = [("norm", "output.0", normed), ("attn", "output.0", drawn(4, 24, WIDTH)), ("mlp", "output.0", y)]
+    call = Call("layers.0", "OddLayer", {"hidden_states": x}, extra={"children": children, "read": lambda r: r},
+                attrs={FORWARD: {"output.0": "mlp[0]", "inside.mlp/x": "norm[0]"}})  # fmt: skip
+    return replace(call, outputs={"output.0": y, "inside.mlp/x": x if other else normed})
+
+
 def latent(used: float, cap: float = 0.0, used_cap: float = 0.0) -> Call:
     """Attention over a latent cache, 24 channels of which are positions' 8; its own scale is 0.25."""
     n, heads, nope, rope, wide = 40, 4, 16, 8, 32
@@ -255,6 +264,7 @@ def penalised() -> Call:
 
 
 PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
+    "another part's input": (lambda: handed(True), "other_part_handed"),
     "no shared experts": (lambda: shared(0.0), "shared_skipped"),
     "shared experts scaled": (lambda: shared(1.7), "shared_times"),
     "latent scale": (lambda: latent(24**-0.5), "other_scale"),
@@ -351,5 +361,6 @@ RIGHT: tuple[Callable[[], Call], ...] = (
     lambda: rotated(CHUNKS, CHUNKS), lambda: ranks([0, 1]), lambda: experts(lambda w: w),
     lambda: summed(lambda each, y, bias: y, 3), lambda: adapted(lambda row: "ab"[row > 11]),
     lambda: of_two(lambda own, other: own), sampled, shared, lambda: latent(0.25), lambda: sections(SECTIONS),
+    lambda: handed(False),
 )  # fmt: skip
 """Calls that are right, each of another maker."""

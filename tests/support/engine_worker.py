@@ -43,6 +43,10 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     spare_the_imports()
     # To leave CUDA alone, vLLM asks each model's class what it can in a child that imports all of vLLM first.
     registry._run_in_subprocess = lambda inspect: inspect()
+    if job["engine"].get("load_format") == "drawn":
+        import drawn_weights
+
+        drawn_weights.register()
     started = time.monotonic()
     llm = LLM(model=job["model"], **(DEFAULTS | job["engine"]))
     built = time.monotonic()
@@ -116,7 +120,8 @@ def _drive(
         else:
             join = int(steps % 2 == 0 or not running)
         for name, ask in waiting[:join]:
-            engine.add_request(name, _prompt(ask), _pooling() if pools else _sampling(ask), lora_request=_adapter(ask))
+            parameters = _pooling(engine) if pools else _sampling(ask)
+            engine.add_request(name, _prompt(ask), parameters, lora_request=_adapter(ask))
         del waiting[:join]
         if str(steps) in during:
             method, *args = during[str(steps)]
@@ -199,13 +204,16 @@ def _sampling(ask: dict[str, Any]) -> Any:
     return SamplingParams(**(usual | more))
 
 
-def _pooling() -> Any:
+def _pooling(engine: Any) -> Any:
     from vllm import PoolingParams
+
+    tasks = engine.get_supported_tasks() if hasattr(engine, "get_supported_tasks") else ("embed",)
+    task = next((t for t in ("embed", "classify", "token_classify") if t in tasks), "token_embed")
 
     # LLM.embed asks for it; 0.11 and 0.15, given parameters by hand, would not normalise, and later releases would.
     # 0.15 still has the old word and does not look at it.
     normal = "use_activation" if hasattr(PoolingParams, "use_activation") else "normalize"
-    return PoolingParams(task="embed", **{normal: True})
+    return PoolingParams(task=task, **{normal: True})
 
 
 def _end(llm: Any) -> None:

@@ -113,7 +113,7 @@ class ModelKeys:
     def __init__(self, config: Mapping[str, Any]):
         inner: Mapping[str, Any] = next((config[k] for k in ("text_config", "llm_config", "language_config")
                       if isinstance(config.get(k), Mapping)), {})  # fmt: skip
-        self._values = {**config, **inner}
+        self._values, self._levels = {**config, **inner}, (config, inner)
         self.used: set[str] = set()
         self.key = ""
         """Of the value that was read last."""
@@ -126,6 +126,10 @@ class ModelKeys:
                 self.key = name
                 return self._values[name]
         return default
+
+    def disputed(self, name: str) -> bool:
+        """Whether the whole and its language part have different values, of which vLLM's releases take either."""
+        return all(c.get(name) is not None for c in self._levels) and len({c[name] for c in self._levels}) > 1
 
     def has(self, name: str) -> bool:
         return name in self._values
@@ -294,6 +298,8 @@ def _rotary_dim(model: ModelKeys, module: Module, layer: int | None) -> Any:
     if part is None:
         part = model.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
     size = module.attrs.get("head_size", model.head_dim)
+    if model.rope(layer)["rope_type"] == "proportional":  # what does not turn has a frequency of 0
+        return size if isinstance(size, int) else _ABSENT
     return int(size * part) if isinstance(size, int) and isinstance(part, (int, float)) else _ABSENT
 
 
@@ -537,7 +543,10 @@ def check_structure(
             out.mismatches.append(ConfigMismatch(key, tuple(taps), cls.get(taps[0], ""), name, built, due, 0))
 
     layers = {int(found[1]) for m in mods if (found := _LAYER.search(m.tap))}
-    if whole and layers and isinstance(due := model.get("num_hidden_layers", "n_layer"), int):
+    stacks = {m.tap[: found.start()] for m in mods if (found := _LAYER.search(m.tap))}
+    due = model.get("num_hidden_layers", "n_layer")
+    # of several stacks, as recurrent models have them, the configuration does not tell how many each has
+    if whole and layers and isinstance(due, int) and (len(stacks) == 1 or due == len(layers)):
         compared(model.key, [mods[0].tap], "layers", len(layers), due)
     _ties(model, params, compared)
     for key, part in (("attention_bias", "self_attn.qkv_proj"), ("qkv_bias", "self_attn.qkv_proj"),
@@ -555,7 +564,7 @@ def _ties(model: ModelKeys, params: Mapping[tuple[str, str], str], compared: Cal
     embedded = [(k, v) for k, v in params.items() if k[1] == "weight" and k[0].endswith("embed_tokens")]
     heads = [(k, v) for k, v in params.items() if k[1] == "weight" and k[0].rpartition(".")[2] == "lm_head"]
     due = model.get(_TIED)
-    if not isinstance(due, bool) or len(embedded) != 1:
+    if not isinstance(due, bool) or len(embedded) != 1 or model.disputed(_TIED):
         return
     if heads and heads[0][1] and embedded[0][1]:
         compared(_TIED, [heads[0][0][0]], "the same weight as embed_tokens", heads[0][1] == embedded[0][1], due)
@@ -726,12 +735,19 @@ def package(module: Module) -> str:
 
 
 def other_code(mine: Any, golden: Any) -> str:
-    """The first output whose formulas (capture/taps/formulas.py) have other terms, "" where there is none."""
-    for role, text in golden.items() if isinstance(mine, Mapping) and isinstance(golden, Mapping) else ():
+    """The first input of a part, or output, whose formulas (capture/taps/formulas.py) have other terms, "" where there
+    is none."""
+    both = isinstance(mine, Mapping) and isinstance(golden, Mapping)
+    for role, text in sorted(golden.items(), key=lambda item: item[0].startswith("output")) if both else ():
         own = mine.get(role)
-        if role.startswith("output") and isinstance(own, str) and isinstance(text, str) and _terms(own) != _terms(text):
-            return f"its own code computes {role} = {own[:_LETTERS]}, golden's {text[:_LETTERS]}"
+        if _ROLE.match(role) and isinstance(own, str) and isinstance(text, str) and _terms(own) != _terms(text):
+            part, _, name = role.removeprefix("inside.").rpartition("/")
+            place = f"input {name} of {part}" if part else role
+            return f"its own code computes {place} = {own[:_LETTERS]}, golden's {text[:_LETTERS]}"
     return ""
+
+
+_ROLE = re.compile(r"output|inside\.")
 
 
 _LETTERS = 200

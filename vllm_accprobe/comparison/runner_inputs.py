@@ -152,7 +152,7 @@ def chunk_words(number: int, of: int) -> str:
 def _is_read(r: Any) -> bool:
     """Whether tensors of this site, or this record, are read here."""
     if r.role == "output.0":
-        return bool(r.tap == ROOT_TAP or r.rows == _MERGED)
+        return bool(r.tap == ROOT_TAP or r.rows in (_MERGED, _IMAGES))
     if r.role == "input.hidden_states":
         return bool(r.rows == LOGITS and r.tap.endswith("logits_processor"))
     return r.role in _ROLES or r.role in (_EMBEDS, "output.token")
@@ -685,28 +685,32 @@ def _embeddings(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterat
                     got = dump.read_rows(r, slice(at.start + low - s.pos, at.start + high - s.pos))
                     due = own.read(dump, low - image.pos, high - image.pos)
                     wrong = (got != due).any(1)
-                    whose = _whose(dump, got[wrong], encoded) if wrong.any() else None
+                    whose, its = _whose(dump, got[wrong], encoded, own) if wrong.any() else (None, {})
                 except (DumpError, OSError):
                     out.unchecked[f"{EMBEDDINGS} that cannot be read"] += high - low
                     continue
-                if not wrong.any() or whose is not None:
-                    out.checked[EMBEDDINGS] += high - low
-                else:
-                    out.unchecked[f"{EMBEDDINGS} that are no row of the encoder's output"] += high - low
+                lost = int(wrong.sum()) - len(its)
+                if lost < high - low:
+                    out.checked[EMBEDDINGS] += high - low - lost
+                if lost:
+                    out.unchecked[f"{EMBEDDINGS} that are no row of the encoder's output"] += lost
                 if whose is not None:
-                    bad = low + np.flatnonzero(wrong)
+                    bad = low + np.flatnonzero(wrong)[list(its)]
+                    moved = {int(at) - image.pos - k for at, k in zip(bad, its.values(), strict=True)}
                     _, phase, chunk = steps.place(rank, s.req, int(bad[0]), r.step)
                     other = dump.requests.get((rank, whose.req))
                     of = "" if whose.req == s.req else f" of request {other.id if other else whose.req!r}"
-                    says = (f"the embeddings of request {request.id!r} in rows {bad[0]} to {bad[-1]}, {chunk}, are not "
-                            f"those of its image {number} but those of image {whose.image}{of}")  # fmt: skip
+                    what = f"not those of its image {number} but those of image {whose.image}{of}"
+                    if whose is own and len(moved) == 1:
+                        what = f"those of its image {number}, moved by {moved.pop():+d} rows"
+                    rows_of = f"the embeddings of request {request.id!r} in rows {bad[0]} to {bad[-1]}, {chunk}"
                     yield RunnerFault(EMBEDDINGS, rank, ROOT_TAP, r.role, request.id, int(bad[0]), int(bad[-1]),
-                                      len(bad), r.step, phase, chunk, says)  # fmt: skip
+                                      len(bad), r.step, phase, chunk, f"{rows_of}, are {what}")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Rows [first, first + n) of an encoder's output: one image of a request."""
+    """Rows [first, first + n) of an encoder's output, or of its image ``first``: one image of a request."""
 
     record: Record
     first: int
@@ -716,9 +720,16 @@ class _Encoded:
 
     @property
     def form(self) -> tuple[int, tuple[int, ...], str]:
-        return self.n, self.record.shape[1:], self.record.dtype
+        return self.n, self.record.shape[1 + self.apart :], self.record.dtype
+
+    @property
+    def apart(self) -> bool:
+        """Whether each image has its rows in a dimension of its own: [images, n, ...]."""
+        return self.record.rows == _IMAGES
 
     def read(self, dump: Any, start: int, stop: int) -> np.ndarray:
+        if self.apart:
+            return np.asarray(dump.read_rows(self.record, slice(self.first, self.first + 1))[0][start:stop])
         found: np.ndarray = dump.read_rows(self.record, slice(self.first + start, self.first + stop))
         return found
 
@@ -727,37 +738,42 @@ def _encoded(dump: Any, rank: int, steps: _Steps) -> dict[str, _Encoded]:
     """The encoder's output by hash of the image: of the tap that stands outermost."""
     best: dict[int, Record] = {}
     for r in steps.records[rank]:
-        fits = (r.rank, r.role, r.rows, r.row_dim) == (rank, "output.0", _MERGED, 0) and r.payload is not None
+        place = r.rows == _MERGED or (r.rows == _IMAGES and len(r.shape) > 2)
+        fits = place and (r.rank, r.role, r.row_dim) == (rank, "output.0", 0) and r.payload is not None
         if fits and r.step is not None and (r.step not in best or _depth(r) > _depth(best[r.step])):
             best[r.step] = r
     found: dict[str, _Encoded] = {}
     for step, r in best.items():
-        rows = dump.rows.get((rank, step, _MERGED))
+        rows = dump.rows.get((rank, step, r.rows))
         for s, at in rows.stretches() if rows is not None and r.shape[:1] == (rows.n,) else ():
             request = dump.requests.get((rank, s.req))
             known = request is not None and s.image is not None and s.image < len(request.images)
             if known and s.pos == 0 and len(found) < MOST_IMAGES:
-                found.setdefault(request.images[s.image].hash, _Encoded(r, at.start, s.n, s.req, s.image))
+                n = r.shape[1] if r.rows == _IMAGES else s.n
+                found.setdefault(request.images[s.image].hash, _Encoded(r, at.start, n, s.req, s.image))
     return found
 
 
-_MERGED = "vision/1"
-"""The space of an encoder's rows that are one for each placeholder."""
+_MERGED, _IMAGES = "vision/1", "vision/image"
+"""The spaces of an encoder's rows that are one for each placeholder, and one for each image."""
 
 
 def _depth(r: Record) -> tuple[int, int]:
     return -r.tap.count("."), r.seq
 
 
-def _whose(dump: Any, rows: np.ndarray, encoded: Mapping[str, _Encoded]) -> _Encoded | None:
-    """The image that all ``rows`` [n, width] are of, as they stand or in another order."""
-    for one in encoded.values():
+def _whose(
+    dump: Any, rows: np.ndarray, encoded: Mapping[str, _Encoded], own: _Encoded
+) -> tuple[_Encoded | None, dict[int, int]]:  # fmt: skip
+    """The image that most of ``rows`` [n, width] are of, the own one first, and the number in it of each that is."""
+    best: tuple[_Encoded | None, dict[int, int]] = (None, {})
+    for one in (own, *(e for e in encoded.values() if e is not own)):
         its = one.read(dump, 0, one.n)
         if rows.shape[1:] == its.shape[1:] and rows.dtype == its.dtype:
-            known = {row.tobytes() for row in its}
-            if all(row.tobytes() in known for row in rows):
-                return one
-    return None
+            known = {row.tobytes(): k for k, row in enumerate(its) if (row != row[0]).any()}
+            found = {k: n for k, row in enumerate(rows) if (n := known.get(row.tobytes())) is not None}
+            best = (one, found) if len(found) > len(best[1]) else best
+    return best
 
 
 # --- what the ledger and a golden say --------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ BACKWARD = "backward."
 FORWARD = "forward"
 """Attribute of a module's record: what its own code makes of its parts' outputs (dump/schema.py); and the name of the
 reference that evaluates it."""
+RECEIVED = "received"
+"""The name of the reference that evaluates what a block's own code hands to its parts."""
 DIFFERENTIABLE = "__accprobe_differentiable__"
 """Attribute of references of operators whose outputs in float64 lead back to their arguments by torch's autograd."""
 T = TypeVar("T")

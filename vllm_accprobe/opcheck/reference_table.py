@@ -21,6 +21,7 @@ from vllm_accprobe.opcheck.reference import (
     FORWARD,
     KERNEL,
     MARKS,
+    RECEIVED,
     REFERENCE,
     UNROUNDED,
     Call,
@@ -101,11 +102,17 @@ class References:
 
     def evaluate(self, call: Call) -> dict[str, Expected] | Declined:
         """The exact outputs of ``call`` by role, or why there are none. Never raises for what a reference does."""
-        outputs = _outputs(self.find(call.cls), call)
+        found_by_name = self.find(call.cls)
+        outputs = _outputs(found_by_name, call)
         if isinstance(outputs, Declined) and not outputs.failed and FORWARD in call.attrs:
-            outputs = _outputs(self.find(FORWARD), call)
+            by_code = _outputs(self.find(FORWARD), call)
+            if not isinstance(by_code, Declined) or isinstance(found_by_name, Declined):
+                outputs = by_code
         if isinstance(outputs, Declined):
             return outputs
+        if FORWARD in call.attrs and not call.extra.get(UNROUNDED):
+            inner = _outputs(self.find(RECEIVED), call)
+            outputs = outputs if isinstance(inner, Declined) else {**inner, **outputs}
         found = {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
         return self._of_unrounded(call, found) if call.extra.get(UNROUNDED) else found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 import tracemalloc
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from vllm_accprobe.capture.taps.formulas import formulas
+from vllm_accprobe.capture.taps.hooks import argument_names
 
 
 class Block(nn.Module):
@@ -248,7 +250,51 @@ class Undisturbed(Block):
         return x.contiguous() + self.attn(x)
 
 
+class Turns(Block):
+    """Turn by turn, from the second of its layers on."""
+
+    def __init__(self, many: int = 3):
+        super().__init__()
+        self.layers, self.first = nn.ModuleList(Pair() for _ in range(many)), 1
+
+    def forward(self, x, flag=False):
+        residual = None
+        for k, layer in enumerate(itertools.islice(self.layers, self.first, len(self.layers))):
+            if k == 7:
+                x = x * 2
+            x, residual = layer(x, residual)
+        return x + residual
+
+
+class Leaves(Turns):
+    def forward(self, x, flag=False):
+        for layer in self.layers[self.first :]:
+            if flag.any():
+                break
+            x, _ = layer(x)
+        return x, self.mlp(x)
+
+
+class Undecided(Turns):
+    """Each turn has two paths."""
+
+    def forward(self, x, flag=False):
+        for layer in self.layers:
+            if flag.any():
+                x = x * 2
+            x, _ = layer(x)
+        return self.norm(x)
+
+
+class Viewed(Block):
+    def forward(self, x):
+        y = self.attn.forward(x.view(-1, 2))
+        return (x + y.reshape(4, 1)).squeeze(-1)
+
+
 @pytest.mark.parametrize(("block", "wanted"), [
+    (Turns(), {"output.0": "(layers.2[0] + layers.2[1])"}), (Leaves(), {"output.1": "mlp[0]"}),
+    (Undecided(6), {"output": "norm"}), (Viewed(), {"output.0": "(x + attn[0])"}),
     (Sequence(), {"output.0": "((x + attn[0]) + mlp[0])"}),
     (Factored(), {"output.0": "(x + (attn[0] * 0.25))"}),
     (InPlace(), {"output.0": "(mlp[0] + (x + attn[0]))"}),
@@ -267,6 +313,34 @@ class Undisturbed(Block):
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> None:
     assert formulas(block) == wanted
+
+
+class Parallel(Block):
+    def forward(self, x):
+        return x + self.attn(self.norm(x)) + self.mlp(x)
+
+
+class Sometimes(Block):
+    def forward(self, x, residual=None):
+        if residual is None:
+            y = self.norm(self.attn(x))
+        else:
+            y = self.norm(self.attn(x, residual) + residual)
+        return self.mlp(*(y,)) + y
+
+
+@pytest.mark.parametrize(("block", "wanted"), [
+    (Sequence(), {"norm/input": "x", "attn/input": "norm[0]", "mlp/input": "(x + attn[0])"}),
+    (Parallel(), {"norm/input": "x", "attn/input": "norm[0]", "mlp/input": "x"}),
+    (Turns(), {"layers.1/x": "x", "layers.2/x": "layers.1[0]", "layers.2/residual": "layers.1[1]"}),
+    (Pair(), {"norm/input": "x", "mlp/input": "norm[0]"}), (Sometimes(), {"attn/input": "x"}), (Again(), {}),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_what_the_parts_of_a_block_receive(block: nn.Module, wanted: dict[str, str]) -> None:
+    """What differs from path to path, or from call to call, is not known."""
+    found = formulas(block, argument_names)
+    assert {role: text for role, text in found.items() if role.startswith("inside.")} == {
+        f"inside.{place}": text for place, text in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("statement", [

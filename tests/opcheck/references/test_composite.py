@@ -11,7 +11,14 @@ import torch
 from reference_calls import drawer, evaluated
 
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.composite import BY_OWN_CODE, LEFT_OUT, child_value, first, routed_factor
+from vllm_accprobe.opcheck.references.composite import (
+    BY_OWN_CODE,
+    LEFT_OUT,
+    NOT_RECEIVED,
+    child_value,
+    first,
+    routed_factor,
+)
 
 draw = drawer(3)
 A, B, X, M, GATE = draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 1)
@@ -115,6 +122,19 @@ def test_a_block_gives(name: str) -> None:
         assert (found[role].unit == 0.0) == any(y is t for t in (A, B))  # what is handed on must be equal
 
 
+def test_what_a_part_receives() -> None:
+    """Where it was captured, by the block's code; the block's outputs besides."""
+    code = {"output.0": "mlp[0]", "inside.norm/x": "(hidden_states + self_attn[0])", "inside.mlp/x": "norm[0]",
+            "inside.mlp/y": "odd[0]"}  # fmt: skip
+    call = block("OddBlock", A, {"self_attn": B, "norm": M, "mlp": A}, x=X, attrs={"forward": code},
+                 more={"inside.norm/x": X, "inside.mlp/x": M, "inside.mlp/y": X})  # fmt: skip
+    found = evaluated(call)
+    assert {role: e.unit for role, e in found.items()} == {"output.0": 0.0, "inside.norm/x": None, "inside.mlp/x": 0.0}
+    torch.testing.assert_close(found["inside.norm/x"].value, X + B, rtol=1e-15, atol=0.0)
+    assert torch.equal(found["inside.mlp/x"].value, M)
+    assert found["inside.mlp/x"].note == NOT_RECEIVED
+
+
 HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}
 FORGETS = {"forward": {"output.0": "((hidden_states + self_attn[0]) + mlp[0])"}}
 HALVES = {"forward": {"output.0": "((hidden_states + (self_attn[0] * 0.5)) + (mlp[0] * 0.5))"}}
@@ -126,6 +146,8 @@ PARTS = {"self_attn": A, "mlp": M}
     (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=FORGETS), X + A / 2 + M / 2, True, False),
     (block("OddDecoderLayer", X, PARTS, x=X, config=HALF, attrs=HALVES), X + A / 2 + M / 2, False, False),
     (block("OddDecoderLayer", X, PARTS, x=X, attrs=HALVES), X + A / 2 + M / 2, False, False),
+    *((block("OddDecoderLayer", X, PARTS, {"output.1": X}, X, config=HALF, attrs={"forward": {"output.0": code}}),
+       M * n, False, left) for code, n, left in (("mlp[0] * 0.5", 0.5, False), ("mlp[0]", 1.0, True))),
     (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=BARE), B / 2, True, False),
     (block("OddMLP", X, {"down_proj": B}, config={"mlp_multipliers": [3.0, 0.5]}, attrs=TIMES), B / 2, False, False),
     (block("OddMLP", X, {"expert_gate": GATE, "down_proj": B}, attrs=BARE), B, False, True),

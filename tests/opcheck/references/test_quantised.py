@@ -85,6 +85,22 @@ def test_a_quantised_product_is_within_what_it_says_of_itself(dtype: torch.dtype
     assert 0.6 < float(ratio) < 1.1
 
 
+@pytest.mark.parametrize("eight", [False, True])
+def test_four_bits_on_a_processor_that_makes_eight_bits_of_its_inputs(eight: bool) -> None:
+    """AMX's kernel quantises each row to int8; where it does not, such an error is one."""
+    codes = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (8, 32))).int()
+    params = {"qweight": codes, "qzeros": torch.full((2, 4), 0x77777777, dtype=torch.int32), "scales": draw(2, 32) / 9}
+    x, weight = draw(64, 64), gptq(*params.values())
+    step = x.abs().amax(1, keepdim=True) / 127.0
+    y = ((x / step).round() * step) @ weight.T
+    call = Call("t", "RowParallelLinear", {"input_": x}, params=params, attrs={"use_w4a8": eight},
+                outputs={"output.0": y.bfloat16()})  # fmt: skip
+    found = default_references().evaluate(call)
+    assert not isinstance(found, Declined)
+    off = (y - x @ weight.T).pow(2).mean().sqrt() / found["output.0"].noise.pow(2).mean().sqrt()
+    assert 0.6 < float(off) < 1.1 if eight else float(off) > 100.0
+
+
 def test_what_is_missing_is_named() -> None:
     call = Call("t", "Linear", params={"weight": torch.ones(2, 2).to(torch.float8_e4m3fn)})
     with pytest.raises(Declined, match="the scale of its quantised weight"):

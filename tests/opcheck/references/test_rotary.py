@@ -53,6 +53,13 @@ def test_long_rope_by_hand(long: bool) -> None:
     assert (frequencies.tolist(), size) == (([1.0, 0.025], 1.5) if long else ([1.0, 0.05], 1.25))
 
 
+def test_proportional_by_hand() -> None:
+    """The exponents are of the whole head, a part of which turns."""
+    attrs = {"base": 16.0, "rope_angles": 3}
+    frequencies, size = rotary.angles_of(Call("r", "Gemma4RotaryEmbedding", attrs=attrs), 8)
+    assert (frequencies.tolist(), size) == ([1.0, 0.5, 0.25, 0.0], 1.0)
+
+
 def test_dynamic_scaling_by_hand() -> None:
     got = rotary.dynamic_frequencies(4, 100.0, 2.0)
     assert got.tolist() == pytest.approx([1.0, (100.0 * 3.0**2) ** -0.5])  # factor² - (factor - 1) = 3, exponent 4 / 2

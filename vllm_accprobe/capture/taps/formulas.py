@@ -4,21 +4,24 @@ The problem: a layer adds, scales and hands on between its parts, where nothing 
 its own way. The idea: the source of a module's forward is followed symbolically, once a module, before it is tapped:
 the module's own numbers and switches are known, its children are calls, and every path through the code gives an
 expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
-output k of the child at that path; numbers; + - * /; ``a if w else b``, where w says whether the input or output w is
-there. ``output`` alone names the child all of whose outputs are handed on, ``own_code`` children whose inputs are not
-followed. What is not followed (functions, loops,
-slices, a child called twice) has no formula. Not here: what a formula makes of tensors (opcheck/references).
+output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``a if w else b``, where w says whether
+the input or output w is there. ``output`` alone names the child all of whose outputs are handed on,
+``inside.path/name`` is the input of that name of the child at that path, ``own_code`` children whose inputs are not
+followed. What is not followed (functions, slices, a child called twice) has no formula. Not here: what a formula makes
+of tensors (opcheck/references).
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +40,21 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
-_BUILTINS: dict[str, Any] = {"isinstance": isinstance, "tuple": tuple, "len": len}
+_MOST_TURNS = 512
+"""Chosen: of a loop that is followed turn by turn."""
+_BUILTINS: dict[str, Any] = {
+    "isinstance": isinstance,
+    "tuple": tuple,
+    "len": len,
+    "enumerate": enumerate,
+    "range": range,
+}
 _PLAIN = (bool, int, float, str, type(None), dict, list)
 _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
 """Attributes and methods of a tensor that give none of its elements."""
-_SAME = ("contiguous", "clone", "detach")
-"""Methods of a tensor that leave its numbers as they are."""
+_COPIES = ("contiguous", "clone")
+_VIEWS = ("detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+"""Methods of a tensor that leave its numbers and their order as they are, in memory of its own or in the same."""
 _NEUTRAL = torch.no_grad()(lambda: None).__code__.co_filename
 """Where torch's own decorators (no_grad, inference_mode) are written."""
 
@@ -78,6 +90,14 @@ class _Known:
     """An object of the model's code: a number, a switch, a module, a function."""
 
     value: Any
+
+
+class _Bound(ast.stmt):
+    """A loop's variable gets its next value."""
+
+    def __init__(self, target: ast.expr, value: Any):
+        super().__init__()
+        self.target, self.value = target, value
 
 
 @dataclass(frozen=True)
@@ -127,9 +147,13 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return value
 
 
-def formulas(module: torch.nn.Module) -> dict[str, str]:
-    """Role → formula of each output of ``module`` that its code tells; {} for a module without parts. Runs no code of
-    the model but properties of its modules; never raises."""
+ArgumentNames = Callable[[Callable[..., Any]], tuple[list[str], str]]
+
+
+def formulas(module: torch.nn.Module, named: ArgumentNames | None = None) -> dict[str, str]:
+    """Role → formula of each output of ``module`` that its code tells, and of what its children receive; {} for a
+    module without parts. named: the names of a forward's positional arguments; without it nothing is said of what
+    children receive. Runs no code of the model but properties of its modules; never raises."""
     if not module._modules:
         return {}
     try:
@@ -144,7 +168,9 @@ def formulas(module: torch.nn.Module) -> dict[str, str]:
         if set(function.__code__.co_freevars) - {"__class__"}:
             return {}
         body, arguments = _parsed(function)
-        return _Follower(module, function).outputs(body, arguments)
+        with contextlib.suppress(_Lost):
+            return _Follower(module, function, named, unroll=True).outputs(body, arguments)
+        return _Follower(module, function, named, unroll=False).outputs(body, arguments)
     except (Exception, SystemExit):  # a model's source may be anything, and what it says may divide by 0
         return {}
 
@@ -159,8 +185,10 @@ def _parsed(function: Any) -> tuple[tuple[ast.stmt, ...], tuple[str, ...]]:
 
 
 class _Follower:
-    def __init__(self, module: torch.nn.Module, function: Any):
-        self._module, self._globals = module, getattr(function, "__globals__", {})
+    def __init__(self, module: torch.nn.Module, function: Any, named: ArgumentNames | None, unroll: bool):
+        self._module, self._globals, self._named = module, getattr(function, "__globals__", {}), named
+        self._unroll = unroll
+        self._received: dict[str, str | None] = {}
         self._paths = {id(m): name for name, m in module.named_modules() if name}
         self._left, self._blind, self._written = _MOST_PATHS, set[str](), set[str]()
 
@@ -169,8 +197,10 @@ class _Follower:
         attributes = (n for s in body for n in ast.walk(s) if isinstance(n, ast.Attribute))
         self._written = {n.attr for n in attributes if not isinstance(n.ctx, ast.Load)}
         result = self._run(body, _Path({arguments[0]: _Known(self._module), **names}))
+        inside = {role: text for role, text in self._received.items() if text is not None}
         if isinstance(result, _Child) and not result.lost:
-            return {"output": result.path} | ({"own_code": result.path} if result.path in self._blind else {})
+            own = {"own_code": result.path} if result.path in self._blind else {}
+            return {"output": result.path, **inside, **own}
         if isinstance(result, dict):
             found = {f"output.{k}": v for k, v in result.items()}
             found["output.0"] = next(iter(result.values()), None)  # where a tuple is made of them
@@ -180,7 +210,7 @@ class _Follower:
         texts = {role: _text(v) for role, v in found.items()}
         kept = {role: text for role, text in texts.items() if text is not None and len(text) < _MOST_LETTERS}
         blind = sorted(path for path in self._blind if any(f"{path}[" in text for text in kept.values()))
-        return kept | ({"own_code": ", ".join(blind)} if blind else {})
+        return {**kept, **inside, **({"own_code": ", ".join(blind)} if blind else {})}
 
     # --- statements ---
 
@@ -196,7 +226,11 @@ class _Follower:
                 return self._branch(s, rest, path)
             if isinstance(s, ast.With):
                 return self._run([*s.body, *rest], path)
-            if isinstance(s, (ast.For, ast.While)):
+            if isinstance(s, ast.For) and (turns := self._turns(s, path)) is not None:
+                return self._run([*(t for turn in turns for t in (_Bound(s.target, turn), *s.body)), *rest], path)
+            if isinstance(s, _Bound):
+                self._bind(s.target, s.value, path)
+            elif isinstance(s, (ast.For, ast.While)):
                 self._loop(s, path)
             elif isinstance(s, ast.Assign):
                 value = self._value(s.value, path)
@@ -235,6 +269,36 @@ class _Follower:
             return None if there is None else there != test.negated
         if isinstance(test, _Known) and isinstance(test.value, _PLAIN):
             return bool(test.value)
+        return None
+
+    def _turns(self, s: ast.For, path: _Path) -> Sequence[Any] | None:
+        """What a loop over known modules or numbers goes through; None where it is not followed turn by turn."""
+        left = s.orelse or any(isinstance(n, (ast.Break, ast.Continue)) for b in s.body for n in ast.walk(b))
+        return self._items(s.iter, path) if self._unroll and not left else None
+
+    def _items(self, node: ast.expr, path: _Path) -> Sequence[Any] | None:
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            whole, cut = self._items(node.value, path), node.slice
+            parts = [_Known(None) if e is None else self._value(e, path) for e in (cut.lower, cut.upper, cut.step)]
+            if whole is None or not all(isinstance(p, _Known) and isinstance(p.value, int | None) for p in parts):
+                return None
+            return whole[slice(*(p.value for p in parts))]
+        if not isinstance(node, ast.Call):
+            value = self._value(node, path)
+            of_modules = isinstance(value, _Known) and isinstance(value.value, torch.nn.ModuleList)
+            return [_Known(m) for m in value.value] if of_modules and len(value.value) <= _MOST_TURNS else None
+        function = getattr(self._value(node.func, path), "value", None)
+        if function is enumerate and len(node.args) == 1 and not node.keywords:
+            items = self._items(node.args[0], path)
+            return None if items is None else [(_Known(k), item) for k, item in enumerate(items)]
+        ends = [self._value(a, path) for a in node.args[function is itertools.islice :]]
+        plain = all(isinstance(e, _Known) and isinstance(e.value, int | None) for e in ends) and not node.keywords
+        numbers: list[Any] = [e.value for e in ends] if plain else []
+        if function is itertools.islice and numbers:
+            items = self._items(node.args[0], path)
+            return None if items is None else list(itertools.islice(items, *numbers))
+        if function is range and numbers and None not in numbers and len(range(*numbers)) <= _MOST_TURNS:
+            return [_Known(k) for k in range(*numbers)]
         return None
 
     def _loop(self, s: ast.For | ast.While, path: _Path) -> None:
@@ -329,7 +393,9 @@ class _Follower:
         """An attribute of ``owner``; one that this forward assigns has no known value."""
         if isinstance(owner, _Known) and name in self._written:
             return _Cell(None)
-        return _attribute(owner, name)
+        found = _attribute(owner, name)
+        own = isinstance(owner, _Known) and owner.value is self._module and isinstance(found, _Cell)
+        return _Cell(f"own.{name}") if own else found
 
     def _global(self, name: str) -> Any:
         if name in _BUILTINS:
@@ -386,23 +452,31 @@ class _Follower:
         arguments = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
         named = {k.arg: self._value(k.value, path) for k in node.keywords}
         value = function.value if isinstance(function, _Known) else None
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "forward" and isinstance(owner, _Known):
+            value = owner.value  # a tap may already be in place of it
         if isinstance(value, torch.nn.Module):
             name = self._paths.get(id(value))
             if name is None or name in path.called:
+                self._receives(name, value, None, named)
                 return _Cell(None)
             path.called.add(name)
+            starred = any(isinstance(a, ast.Starred) for a in node.args)
+            self._receives(name, value, None if starred else arguments, named)
             if any(_is_blind(v) for v in (*arguments, *named.values())):
                 self._blind.add(name)
             return _Child(name, added=(*arguments[1:], *(v for k, v in named.items() if "residual" in str(k))))
-        if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
+        method = node.func.attr if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) else ""
+        if method in (*_COPIES, *_VIEWS):
             same: Any = _part(owner, 0) if isinstance(owner, _Child) else owner
-            return same if node.func.attr == "detach" else _Cell(same.text, same.optional, same.layers)
+            return same if method in _VIEWS else _Cell(same.text, same.optional, same.layers)
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
             return self._of_ranks(value, arguments)
         if value is isinstance and len(arguments) == 2 and isinstance(arguments[1], _Known):
             return _kind(arguments[0], arguments[1].value)
         if value is len and len(arguments) == 1 and isinstance(arguments[0], _Child):
             return _Length(arguments[0].path)
+        if value is len and isinstance(modules := getattr(arguments[0], "value", None), torch.nn.ModuleList):
+            return _Known(len(modules))
         numbers = not named and all(_is_number(v) for v in arguments)
         if numbers and callable(value) and getattr(value, "__module__", None) == "math":
             return _Known(value(*(v.value for v in arguments)))
@@ -415,6 +489,22 @@ class _Follower:
                 _lose(owner)
             return _OTHER if node.func.attr in _FACTS else _Cell(None, base=owner)
         return _Cell(None)
+
+    def _receives(
+        self, path: str | None, child: torch.nn.Module, args: Sequence[Any] | None, kwargs: Mapping[Any, Any]
+    ) -> None:  # fmt: skip
+        """Notes what goes into a child; what differs between two paths, or two calls, is not known. args: None where
+        they are not known."""
+        if self._named is None or path is None:
+            return
+        names, roles = self._named(child.forward)[0], f"inside.{path}/"
+        if args is None:
+            self._received |= dict.fromkeys([*(f"{roles}{n}" for n in names), *(f"{roles}{n}" for n in kwargs)])
+            return
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            role, text = f"{roles}{name}", _text(value)
+            kept = text is not None and len(text) < _MOST_LETTERS and self._received.get(role, text) == text
+            self._received[role] = text if kept else None
 
     def _of_ranks(self, function: Any, arguments: list[Any]) -> Any:
         """A question about the ranks; a sum over one rank."""

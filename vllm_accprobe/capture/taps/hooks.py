@@ -85,11 +85,13 @@ _ATTRIBUTES = [
     # convolutions
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
     "enable_linear", "tp_world",
+    # kernels of 4-bit weights that make 8 bits of their inputs
+    "use_w4a8",
     # rotary embeddings, vLLM's and transformers'
     "low_freq_factor", "high_freq_factor", "orig_max_position", "original_max_position_embeddings", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "extrapolation_factor", "attn_factor", "truncate", "scaling_alpha",
     "max_trained_positions", "mixed_b", "short_factor", "long_factor", "short_mscale", "long_mscale", "use_long_rope",
-    "rope_type", "attention_scaling", "original_max_seq_len", "max_seq_len_cached",
+    "rope_type", "rope_angles", "attention_scaling", "original_max_seq_len", "max_seq_len_cached",
 ]  # fmt: skip
 _IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
 """Of the object that computes vLLM's attention: ``impl.scale`` and so on."""
@@ -440,7 +442,7 @@ class Taps:
             source = source_of(module) if chosen else None
             described = attributes(module) if chosen else {}
             if chosen and module._modules:
-                described[FORWARD] = formulas(module)
+                described[FORWARD] = formulas(module, argument_names)
             for tap in taps:
                 if tap in chosen:
                     self._owner.module(Module(tap, cls, index, described, source))
@@ -524,7 +526,6 @@ class Taps:
             return
         self.taps.append(tap)
         self._undo.callback(lambda: method.__dict__.pop("apply", None))
-
 
     def _wrap_both_norms(self, norms: type, taken: Mapping[int, tuple[_Passed, Callable[..., Any]]]) -> None:
         """A static method computes q's and k's norm past both modules (MiniMax-M2)."""

@@ -30,7 +30,7 @@ from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Re
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import FORWARD, Call
 from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
 from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS, OtherStates
 
@@ -395,6 +395,7 @@ _PAST = {
 }
 _WITH_WEIGHTS = ("conv1d", "conv")
 """Modules inside recurrent ones whose weights the recurrence reads itself."""
+_HEADS = ("ParallelLMHead", "VocabParallelEmbedding")
 SAMPLER = "sampler"
 """The tap of every engine's sampler, whatever its class."""
 _QUIET = (
@@ -446,13 +447,58 @@ class Neighbours:
     def _inner(self, rank: int, tap: str, path: str, place: tuple[int, int]) -> Record | None:
         """The output of a module inside, or, of ``path/input``, this input of it."""
         child, _, name = path.partition("/")
-        return self._index.records_of(rank, f"{tap}.{child}", *place).get(f"input.{name}" if name else "output.0")
+        return self._call_inside(rank, tap, child, place).get(f"input.{name}" if name else "output.0")
 
-    def made_inside(self, rank: int, tap: str, cls: str, place: tuple[int, int]) -> dict[str, Record]:
-        """By role: what a recurrent module's own code made, as modules inside read it."""
-        made = {p: self._inner(rank, tap, p, place) for p in (KINDS[cls].made if cls in KINDS else ())}
+    def _call_inside(self, rank: int, tap: str, child: str, place: tuple[int, int]) -> Mapping[str, Record]:
+        """The records of the one call of a part within a call of ``tap``, {} where there are none or several."""
+        calls = self._during(rank, tap, f"{tap}.{child}", place)
+        return calls[0] if len(calls) == 1 else {}
+
+    def _during(self, rank: int, tap: str, child: str, place: tuple[int, int]) -> list[Mapping[str, Record]]:
+        """The calls of a part within a call of ``tap``: of several calls in a step each has what ran since the one
+        before it."""
+        inner, own = self._steps(rank, child).get(place[0], []), self._steps(rank, tap).get(place[0], [])
+        if len(own) < 2 or not inner:
+            return inner
+        ends = sorted(max(r.seq for r in records.values()) for records in own)
+        mine = max((r.seq for r in self._index.records_of(rank, tap, *place).values()), default=-1)
+        before = max((e for e in ends if e < mine), default=-1)
+        return [records for records in inner if before < max(r.seq for r in records.values()) <= mine]
+
+    def _steps(self, rank: int, tap: str) -> Mapping[int, list[Mapping[str, Record]]]:
+        """The records of a tap's calls, by step."""
+        if (rank, tap) not in self._by_step:
+            by = self._by_step[rank, tap] = {}
+            for (step, _), by_role in self._index.by_tap.get((rank, tap), {}).items():
+                by.setdefault(step, []).append(by_role)
+        return self._by_step[rank, tap]
+
+    def made_inside(
+        self, what: Call, rank: int, tap: str, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> dict[str, Record]:  # fmt: skip
+        """By role: what a block's own code made, as modules inside read it: a recurrence's results, or what the block's
+        formulas say that its parts receive, where that is computed or is not what was handed on."""
+        own, code = KINDS[what.cls].made if what.cls in KINDS else (), what.attrs.get(FORWARD)
+        places = dict.fromkeys(own, "")
+        if isinstance(code, Mapping):
+            places = {r.removeprefix(INSIDE): t for r, t in code.items() if r.startswith(INSIDE)} | places
+        made = {p: self._inner(rank, tap, p, place) for p in places}
         return {f"{INSIDE}{p}": replace(r, role=p.replace("/", "/input.")) for p, r in made.items()
-                if r is not None and r.payload is not None}  # fmt: skip
+                if r is not None and r.payload is not None
+                and not (places[p] and self._same(r, rank, tap, places[p], place, records))}  # fmt: skip
+
+    def _same(
+        self, r: Record, rank: int, tap: str, text: Any, place: tuple[int, int], records: Mapping[str, Record]
+    ) -> bool:  # fmt: skip
+        """Whether a part received the very input or output that ``text`` names, or nobody can tell."""
+        if not isinstance(text, str) or not r.dtype.startswith(("bfloat", "float")):
+            return True
+        child, bracket, k = text.removesuffix("]").partition("[")
+        if (not bracket and not text.isidentifier()) or (bracket and not (k.isdigit() and text.endswith("]"))):
+            return False
+        at = self._call_inside(rank, tap, child, place) if bracket else records
+        source = at.get(f"output.{k}" if bracket else f"input.{child}")
+        return source is None or source.hash is None or (source.hash, source.dtype) == (r.hash, r.dtype)
 
     def cache(
         self, past: Past, what: Call, rank: int, place: tuple[int, int], records: Mapping[str, Record]
@@ -489,7 +535,7 @@ class Neighbours:
             extra["ranks"] = list(self._calls_of_all_ranks(what.cls, tap, step, n).values())
         if what.cls == "LogitsProcessor":
             head = tap.rpartition("logits_processor")[0] + "lm_head"
-            extra |= self._gathered("lm_head", rank, head, step, n)
+            extra |= self._gathered("lm_head", rank, *self._head(rank, head, step, n))
         if tap == SAMPLER:
             for other in ("logits_processor", "language_model.logits_processor"):
                 extra |= self._output("logits", rank, other, step, n)
@@ -518,17 +564,26 @@ class Neighbours:
             extra["wide_state"] = (object_at(dump.run, "engine") or {}).get("state_dtype") == "float32"
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
-        extra |= self._inside(rank, tap, step)
+        extra |= self._inside(rank, tap, (step, n))
         if what.cls in _SUMMED_INSIDE and len(dump.ranks) > 1:
             extra |= self._parts(what, rank, tap, step, n, extra)
         return extra
 
-    def _inside(self, rank: int, tap: str, step: int) -> dict[str, Any]:
+    def _head(self, rank: int, usual: str, step: int, n: int) -> tuple[str, int, int]:
+        """The tap, step and call of the head, whatever its name: an embedding's product with ``x`` is one, too."""
+        if (rank, usual) in self._index.by_tap:
+            return usual, step, n
+        taps = [m.tap for m in self._index.modules.get(rank, {}).values() if m.cls in _HEADS]
+        calls = [(t, s, k) for t in taps for (s, k), r in self._index.by_tap.get((rank, t), {}).items()
+                 if s == step and "input.x" in r]  # fmt: skip
+        return calls[n] if n < len(calls) and len({t for t, _, _ in calls}) == 1 else (usual, step, n)
+
+    def _inside(self, rank: int, tap: str, place: tuple[int, int]) -> dict[str, Any]:
         children = self._index.children.get((rank, tap))
         read = self._index.read
         if not children:
             return {}
-        within = self._within(rank, tap, children, step)
+        within = self._within(rank, tap, children, place)
         seen = {path.partition(".")[0] for path, _, _ in within}
         unseen = tuple(sorted(self._parts_of(rank, tap) - seen))
         return {"children": within, "read": read, "unseen": unseen}
@@ -561,7 +616,7 @@ class Neighbours:
         if mine is None or mine.layout.kind == "partial" or not inner:
             return {}
         calls = self._calls_of_all_ranks(what.cls, tap, step, n)
-        ranks = [replace(part, extra=self._inside(other, tap, step)) for other, part in calls.items()]
+        ranks = [replace(part, extra=self._inside(other, tap, (step, n))) for other, part in calls.items()]
         return {"partial": inner[-1].layout.size, "ranks": ranks}
 
     def _calls_of_all_ranks(self, cls: str, tap: str, step: int, n: int) -> dict[int, Call]:
@@ -602,9 +657,9 @@ class Neighbours:
         return self._common[rank, cls]
 
     def _bias(self, rank: int, gate: str) -> dict[str, Any]:
-        """The correction that a router adds before it chooses, where there is one."""
-        name = "e_score_correction_bias"
-        return self._held(name, self._index.parameters.record(rank, None, f"{gate}/param.{name}"))
+        """The correction that a router adds before it chooses, where there is one: the one ``*_bias`` of its module."""
+        corrects = [t for n, t in self._index.parameters.of(rank, gate).items() if n.endswith("_bias") and t.dim() == 1]
+        return {"e_score_correction_bias": corrects[0]} if len(corrects) == 1 else {}
 
     def _adapters(self, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
         """The adapter of each row, and what they add to this layer or to the parts that are packed in it."""
@@ -628,15 +683,13 @@ class Neighbours:
         again = {adapter_of((s.role or "").removeprefix("param.")) for s in dump.skips if s.reason == ADAPTER_ANEW}
         return {"adapters": RowAdapters(tuple(of_row), weights, frozenset(again))}
 
-    def _within(self, rank: int, tap: str, children: list[str], step: int) -> list[tuple[str, str, Record]]:
+    def _within(
+        self, rank: int, tap: str, children: list[str], place: tuple[int, int]
+    ) -> list[tuple[str, str, Record]]:  # fmt: skip
         """(path below the tap, role, record) of outputs inside, in the order of execution."""
         found = []
         start = 0 if tap == ROOT_TAP else len(tap) + 1
         for child in children:
-            if (rank, child) not in self._by_step:
-                by = self._by_step[rank, child] = {}
-                for (s, _), by_role in self._index.by_tap[rank, child].items():
-                    by.setdefault(s, []).append(by_role)
-            for records in self._by_step[rank, child].get(step, ()):
+            for records in self._during(rank, tap, child, place):
                 found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
         return sorted(found, key=lambda f: f[2].seq)

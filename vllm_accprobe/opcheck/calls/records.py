@@ -400,7 +400,7 @@ class Calls(ModuleIndex):
             except DumpError as why:  # one payload of it, or of what it needs, cannot be read
                 yield without(f"{UNREAD} ({why})")
                 continue
-            made = self._neighbours.made_inside(rank, tap, cls, (step, n))
+            made = self._neighbours.made_inside(what, rank, tap, (step, n), records)
             try:
                 if past is not None:
                     extra |= self._neighbours.cache(past, what, rank, (step, n), records)

@@ -11,6 +11,7 @@ early (linear_causes.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,9 @@ from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, am
 from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import FORWARD, Call, Declined, Expected
 from vllm_accprobe.opcheck.references.linear import partial
+from vllm_accprobe.opcheck.references.mixers import INSIDE
 from vllm_accprobe.opcheck.references.parts import ranks_of
 
 _ROTARY = ("*RotaryEmbedding",)
@@ -309,7 +311,24 @@ def _of_the_batch(trial: Trial, _: Any) -> Call:
     return edited(trial.call, inputs={name: torch.arange(len(positions)).to(positions.dtype)})
 
 
+def _handed(trial: Trial) -> Iterator[Guess]:
+    """Of what parts of a block received: (the part's input, another input or output that the block could hand on)."""
+    call, code = trial.call, trial.call.attrs.get(FORWARD) or {}
+    outputs = {f"{path}[{role[7:]}]": r.shape for path, role, r in call.extra.get("children", ()) if role[7:].isdigit()}
+    sources = {name: t.shape for name, t in call.inputs.items()} | outputs
+    for role in (r for r in trial.roles() if r.startswith(INSIDE)):
+        size = trial.mine(role).numel()
+        fits = [name for name, shape in sources.items() if math.prod(shape) == size and name != code.get(role)]
+        yield from (Guess((role.removeprefix(INSIDE), name), choices=len(fits)) for name in fits)
+
+
+def _other_handed(trial: Trial, parameter: tuple[str, str]) -> Call:
+    part, source = parameter
+    return edited(trial.call, attrs={FORWARD: {**trial.call.attrs[FORWARD], f"{INSIDE}{part}": source}})
+
+
 CAUSES = (
+    CauseRow("other_part_handed", ADDRESS, ANY, "with {1} handed to {0}", _other_handed, _handed, whole=True),
     CauseRow("rows_shifted", ADDRESS, ANY, "moved {0:+d} rows (each row holds another's result)",
              lambda t, n: _in_order(t, lambda at: at.roll(n)), _shifts, whole=True),
     CauseRow("first_output_shifted", ADDRESS, ANY, "with its first output moved {0:+d} rows",

@@ -13,9 +13,11 @@ product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
     FORWARD,
+    RECEIVED,
     Call,
     Declined,
     Expected,
@@ -196,9 +199,24 @@ def _of_code(call: Call) -> dict[str, Expected]:
     all_seen(call)
     if (child := texts.get("output")) is not None:  # all that this child gave
         texts = {role: f"{child}[{role.rpartition('.')[2]}]" for role in call.outputs if role.startswith("output.")}
-    found = {role: Formula(call, role).expected(text) for role, text in texts.items() if role in call.outputs}
+    own = {role: text for role, text in texts.items() if role in call.outputs and not role.startswith(INSIDE)}
+    found = {role: Formula(call, role).expected(text) for role, text in own.items()}
     decline_if(not found, NOT_HANDED_ON)
     return found
+
+
+NOT_RECEIVED = "this part did not receive what the block's own code hands to it"
+
+
+@reference(RECEIVED)
+def received(call: Call) -> dict[str, Expected]:
+    """What the block's own code hands to its parts, of those inputs that were captured (roles ``inside.path/name``)."""
+    found = {}
+    for role, text in call.attrs[FORWARD].items() if isinstance(call.attrs[FORWARD], Mapping) else ():
+        if role.startswith(INSIDE) and role in call.outputs and isinstance(text, str):
+            with contextlib.suppress(Declined):
+                found[role] = Formula(call, role).expected(text)
+    return only(found, note=NOT_RECEIVED, source=BY_OWN_CODE)
 
 
 class Formula:
@@ -211,7 +229,7 @@ class Formula:
 
     def expected(self, text: str) -> Expected:
         try:
-            tree = ast.parse(text, mode="eval").body if len(text) <= _LONGEST else None
+            tree = ast.parse(_named(text), mode="eval").body if len(text) <= _LONGEST else None
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             tree = None
         if tree is None:
@@ -236,6 +254,8 @@ class Formula:
             return -value if isinstance(value, float) else value
         if isinstance(node, ast.Name):
             return self._here(self._call.tensor(node.id, node.id.removeprefix("_")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "own":
+            return self._here(self._call.param(node.attr))
         if isinstance(node, ast.Subscript):
             return self._output(*_place(node))
         if isinstance(node, ast.IfExp):
@@ -246,7 +266,8 @@ class Formula:
         raise Declined(NO_FORMULA)
 
     def _here(self, tensor: Any) -> Expected:
-        if tuple(tensor.shape) == tuple(self._shape[-1:]):  # a bias
+        if tensor.numel() == 1 or tuple(tensor.shape) == tuple(self._shape[-1:]):  # a factor, a bias
+            tensor = tensor.reshape(()) if tensor.numel() == 1 else tensor
             return Expected(tensor.double().expand(self._shape))
         if tensor.numel() != self._size:
             raise Declined("a part whose output has another shape")
@@ -309,7 +330,16 @@ def _place(node: ast.Subscript) -> tuple[str, int]:
     """The path and number that ``path[k]`` names."""
     if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, int):
         raise Declined(NO_FORMULA)
-    return ast.unparse(node.value), node.slice.value
+    return _WAS_NUMBERED.sub(r"\1", ast.unparse(node.value)), node.slice.value
+
+
+_NUMBERED = re.compile(r"(?<=\.)(\d+)(?=[.\[])|(?<![\w.])(\d+)(?=\.[A-Za-z_])")
+_WAS_NUMBERED = re.compile(r"\b_i(\d+)")
+
+
+def _named(text: str) -> str:
+    """With names for the parts of a list of modules: ``layers.2`` is none of Python's."""
+    return _NUMBERED.sub(lambda m: f"_i{m[1] or m[2]}", text)
 
 
 def _errors(e: Any) -> tuple[Any, Any]:
@@ -357,13 +387,23 @@ def _as_required(call: Call, found: Mapping[str, Expected], usual: Usual, factor
     return {**found, **{role: replace(found[role], unseen=f"{LEFT_OUT} (a golden decides)") for role in other}}
 
 
-_SAME = 1e-9
+_SAME, _NUMBER = 1e-9, re.compile(r"(?<![\w.\[])\d+\.\d+(?:e[-+]?\d+)?(?![\w.\]])")
 """Two formulas of one value in float64 differ by less."""
 
 
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_layer, BY_NAME, factor=residual_factor(call) != 1.0)
+    factor, alone = residual_factor(call), "output.1" not in call.outputs  # alone: it adds its residual itself
+    found = by_class(call, _usual_layer, BY_NAME, factor=factor != 1.0 and alone)
+    known = factor == 1.0 or alone or any(math.isclose(factor, n, rel_tol=_SAME) for n in _numbers(call))
+    return found if known else only(found, unseen=f"{LEFT_OUT} (a golden decides)")
+
+
+def _numbers(call: Call) -> Iterator[float]:
+    """All numbers in the formulas of a block's outputs."""
+    code = call.attrs.get(FORWARD) or {}
+    for text in (t for role, t in code.items() if role.startswith("output.") and isinstance(t, str)):
+        yield from (float(n) for n in _NUMBER.findall(text))
 
 
 def _usual_layer(call: Call) -> dict[str, Expected]:

@@ -310,7 +310,9 @@ def shifted_embedding(call: Call) -> Expected:
 
 
 @reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
-def embedding(call: Call) -> Expected:
+def embedding(call: Call) -> Any:
+    if call.maybe(*_IDS) is None and call.maybe("x") is not None:
+        return column(call)  # used as the head
     ids = call.tensor(*_IDS)
     decline_if("Scaled" in call.cls, "attribute embed_scale was not recorded")
     decline_if(call.extra.get("apart"), "whether it adds up over ranks was not recorded")

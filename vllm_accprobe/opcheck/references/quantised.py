@@ -221,10 +221,11 @@ def activation_noise(call: Call, x: Any) -> Any | None:
     """Standard error that quantising x inside the kernel adds to it, float64 like x; None where x stays as it is.
 
     Kernels of 8-bit float and int8 weights quantise x (W8A8): static: ``input_scale``; dynamic: the largest of a row.
-    The error is half a step of that scale, uniformly: step / sqrt(12). Weight-only 4-bit formats leave x alone."""
+    The error is half a step of that scale, uniformly: step / sqrt(12). Weight-only 4-bit formats leave x alone, but for
+    vLLM's kernel on CPUs with AMX (VLLM_CPU_INT4_W4A8), which quantises each row to int8."""
     weight = call.params.get("weight")
     kind = name_of(weight) if weight is not None else ""
-    if kind == "int8":
+    if kind == "int8" or call.attrs.get("use_w4a8"):
         step = activation_step(call, x)
         return (step / math.sqrt(12)).expand_as(x)
     if kind in _FP8:

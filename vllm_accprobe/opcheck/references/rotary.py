@@ -74,6 +74,9 @@ def angles_of(call: Call, dim: int) -> tuple[Any, float]:
     try:
         if cls in ("RotaryEmbedding", "MRotaryEmbedding", "MRotaryEmbeddingInterleaved"):
             return plain_frequencies(dim, base), 1.0
+        if cls == "Gemma4RotaryEmbedding":  # what does not turn has a frequency of 0
+            turned = torch.arange(dim // 2) < call.attrs["rope_angles"]
+            return plain_frequencies(dim, base) * turned, 1.0
         if cls == "Llama3RotaryEmbedding":
             return llama3_frequencies(dim, base, s), 1.0
         if cls == "LinearScalingRotaryEmbedding":
