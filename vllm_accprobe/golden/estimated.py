@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,23 +27,23 @@ from vllm_accprobe.align.data_flow import OUTPUT, is_choice, is_logits, kind_of
 from vllm_accprobe.align.derived import Derived
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.align.tokens import POSITION_BITS, Identity, identity
+from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, Identity, identity
 from vllm_accprobe.comparison.engine import compare, find_standard, open_both
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.measurer import NO_PARTNER, NO_PAYLOAD
-from vllm_accprobe.comparison.measure.read import Loader, Unread
+from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.messages import first_divergence
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import Group, Key, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.io.pack_file import is_pack
 from vllm_accprobe.golden.opened import GoldenPack, open_pack
-from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name, sketched_units
-from vllm_accprobe.golden.sketch import Sketch, distances
+from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name, sketched_units, sketches_of
+from vllm_accprobe.golden.sketch import FEW, Sketch, distances, turns_of
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.origins import OriginEntry
@@ -52,6 +53,8 @@ from vllm_accprobe.standards.limits import Limits, Standard
 
 ESTIMATED = "estimated from a sketch"
 OTHER_MATRIX = "sketches of two packs that were made by other signs"
+ALONE = f"in one sketched row alone: its inputs may differ in a few elements unseen, with the chance {FEW:.1e}"
+"""Of an origin that no second sketch agrees with."""
 ROUTED = "sketches behind a router, which do not say which experts were chosen"
 UNREADABLE = "sketched rows whose tensor cannot be read"
 GOLDEN_NONFINITE = "sketched rows where golden holds NaN or infinity: a sketch cannot compare them"
@@ -219,7 +222,8 @@ class _Estimates:
         self.skipped: Counter[str] = Counter()
         self.places: dict[Key, _SketchedTensor] = {}
         self._calls: dict[Key, list[Key]] = {}
-        for unit, self._calls[unit.key] in sketched_units(self._plan):
+        for unit, keys in sketched_units(self._plan):
+            self._calls[unit.key] = keys
             if unit.is_param or (found := self._place(unit)) is None:
                 continue
             if unit.order > self._routed:
@@ -304,30 +308,18 @@ class _Estimates:
         """The rows ``wanted`` of a side that has them in full, as its partner's sketches are."""
         found: dict[int, tuple[float, np.ndarray, float, int]] = {}
         pack = self._sides.packs[0] if self._sides.packs[0] is not None and side == 1 else self._sides.packs[1]
-        rows = (self._plan.tokens.golden, self._plan.tokens.mine)[side].rows
+        rows = (self._plan.tokens.golden, self._plan.tokens.mine)[side]
         keys = np.fromiter(wanted, np.int64, len(wanted))
-        signs = None
-        for number, group in enumerate((unit.golden, unit.mine)[side]):
-            if group.where is None or not group.readable or group.where not in rows:
+        assert pack is not None
+        signs = cache(lambda: pack.sketches.signs(place))
+        groups = (unit.golden, unit.mine)[side]
+        of = sketches_of(groups, rows, self._loaders[side], keys, lambda n: signs() if n == place.width else None)
+        for number, those, some in of:
+            if some is None:
+                self.skipped[UNREADABLE] += len(those)
                 continue
-            there = rows[group.where]
-            at = np.flatnonzero(there.keep & np.isin(there.keys, keys))
-            if not len(at):
-                continue
-            try:
-                block = self._loaders[side].load(group)
-            except Unread:
-                self.skipped[UNREADABLE] += len(at)
-                continue
-            if block.data.shape[1] != place.width or len(block.data) != len(there.keys):
-                continue
-            if signs is None:
-                assert pack is not None
-                signs = pack.sketches.signs(place)
-            some = Sketch.of(widen(block.data[at], block.dtype), signs)
-            for i, key in enumerate(there.keys[at].tolist()):
+            for i, key in enumerate(those.tolist()):
                 found[key] = float(some.norm[i]), some.numbers[i], 0.0, number
-        self._loaders[side].forget()
         return found
 
     # --- estimates ---------------------------------------------------------------------------------------------------
@@ -368,7 +360,8 @@ class _Estimates:
         return found
 
     def _origins(self) -> list[tuple[int, OriginEntry]]:
-        """(place in the data flow, entry) of each module whose output some row condemns."""
+        """(place in the data flow, entry) of each module whose output some row condemns. Where only one row does, the
+        upper ends of its inputs rest on one sketch each: it is named where no other module is, and says so."""
         inputs: dict[tuple[str, int], list[Key]] = defaultdict(list)
         for key in self._calls:
             if key[1].startswith("input"):
@@ -395,7 +388,15 @@ class _Estimates:
             if rows and (tap not in found or p.unit.order < found[tap][0]):
                 found[tap] = p.unit.order, self._entry(p, rows)
         inner = {outer for tap in found for outer in enclosing(tap) if outer != tap}
-        return sorted((f for tap, f in found.items() if tap not in inner), key=lambda f: f[0])
+        named = sorted((f for tap, f in found.items() if tap not in inner), key=lambda f: f[0])
+        agreed = [f for f in named if ALONE not in f[1]["shape"]]
+        return agreed or named
+
+    @staticmethod
+    def _alone(p: _SketchedTensor, rows: Sequence[tuple[int, float]]) -> bool:
+        """Whether no two rows met other signs: what one sketch hides in an input, all of them may."""
+        positions = p.keys[[i for i, _ in rows]] & POSITION_MASK
+        return not any(p.spoilt[i] for i, _ in rows) and len(set(turns_of(positions, p.width).tolist())) == 1
 
     def _entry(self, p: _SketchedTensor, rows: list[tuple[int, float]]) -> OriginEntry:
         first, most = min(rows, key=lambda r: int(p.keys[r[0]]))
@@ -405,6 +406,8 @@ class _Estimates:
         text = f"{ESTIMATED}: an error of {p.low[first]:.3g} to {p.high[first]:.3g}, about {p.estimate[first]:.3g}"
         if p.spoilt[first]:
             text = f"{ESTIMATED}: NaN or infinity in {p.spoilt_side(np.array([first]))} only"
+        if self._alone(p, rows):
+            text += f"; {ALONE}"
         size = float(p.low[first]) if not p.spoilt[first] else math.inf
         tap, role, _ = p.unit.key
         return {

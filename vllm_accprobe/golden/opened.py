@@ -20,7 +20,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io.pack_file import INDEX, SKETCHES, dump_in, unpack
 from vllm_accprobe.formats.io.tensor_file import items
 from vllm_accprobe.golden.pack import SketchPlace
-from vllm_accprobe.golden.sketch import NUMBERS, STEP, Sketch, signs_of
+from vllm_accprobe.golden.sketch import KIND, NUMBERS, Sketch, signs_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PackedSketches:
         self._pack = pack
         try:
             sketch = pack.manifest.get("sketch")
-            if not isinstance(sketch, dict) or (sketch.get("numbers"), sketch.get("step")) != (NUMBERS, STEP):
+            if not isinstance(sketch, dict) or tuple(map(sketch.get, KIND)) != tuple(KIND.values()):
                 raise DecodeError("they are of another kind than this accprobe reads: upgrade it")
             found = decode(_Index, json.loads((pack.home / INDEX).read_bytes()))
             self.subjects = [*((*at, None) for at in found.requests), *found.images]

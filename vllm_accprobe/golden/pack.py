@@ -20,7 +20,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, identity
+from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, SideRows, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
-from vllm_accprobe.comparison.plan.unit import SAMPLER, Key, Unit
+from vllm_accprobe.comparison.plan.unit import SAMPLER, Group, Key, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError, HeaderEntry, build_header
@@ -56,7 +56,8 @@ from vllm_accprobe.dump.schema import (
     segment_name,
 )
 from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, MOST, PROMPTS, SKETCHES, VERSION
-from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, STEP, Sketch, signs_of
+from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, Sketch, signs_of, turned
+from vllm_accprobe.golden.sketch import KIND as KIND_OF_SKETCH
 from vllm_accprobe.whole_file import whole
 
 MB = 1_000_000
@@ -487,7 +488,7 @@ class _Packing:
             **{key: run.get(key) for key in ("model", "versions", "device", "platform", "engine", "parallel")},
             "weights": weights.hexdigest() if self.dump.lives.prints else None,
             "seed": self.seed,
-            "sketch": {"numbers": NUMBERS, "step": STEP, "signs": "SHAKE-128 of seed|place|width"},
+            "sketch": KIND_OF_SKETCH,
             "taps": summary.taps, "rows_full": summary.rows_full, "rows_sketched": summary.rows_sketched,
             "left_out": dict(summary.left_out), "cannot_show": list(CANNOT),
             "members": {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in members.items()},
@@ -760,35 +761,24 @@ class _Sketches:
 
     def _unit(self, unit: Unit, name: str, wanted: np.ndarray) -> tuple[np.ndarray, Sketch, int] | None:
         kept: dict[int, tuple[float, np.ndarray]] = {}
-        signs = None
-        rows = self._packing.plan.tokens.mine.rows
-        try:
-            for group in unit.mine:
-                if group.where is None or not group.readable or group.where not in rows:
-                    continue
-                there = rows[group.where]
-                at = np.flatnonzero(there.keep & np.isin(there.keys, wanted))
-                if not len(at):
-                    continue
-                block = self._loader.load(group)
-                if signs is None:
-                    signs = signs_of(self._packing.seed, name, block.data.shape[1])
-                if signs.shape[0] != block.data.shape[1]:
-                    continue
-                some = Sketch.of(widen(block.data[at], block.dtype), signs)
-                for key, norm, number in zip(there.keys[at].tolist(), some.norm, some.numbers, strict=True):
-                    kept[key] = norm, number
-        except Unread:
-            self.left_out[UNREADABLE] += 1
-            return None
-        finally:
-            self._loader.forget()
-        if signs is None:
+        signs: dict[int, np.ndarray] = {}
+
+        def signs_for(width: int) -> np.ndarray | None:
+            if not signs:
+                signs[width] = signs_of(self._packing.seed, name, width)
+            return signs.get(width)
+
+        for _, found, some in sketches_of(unit.mine, self._packing.plan.tokens.mine, self._loader, wanted, signs_for):
+            if some is None:
+                self.left_out[UNREADABLE] += 1
+                return None
+            kept.update(zip(found.tolist(), zip(some.norm, some.numbers, strict=True), strict=True))
+        if not kept:
             return None
         keys = sorted(kept)
         norm = np.array([kept[k][0] for k in keys])
         numbers = np.array([kept[k][1] for k in keys]).reshape(-1, NUMBERS)
-        return np.array(keys, np.int64), Sketch(norm, numbers, np.zeros(len(keys))), len(signs)
+        return np.array(keys, np.int64), Sketch(norm, numbers, np.zeros(len(keys))), next(iter(signs))
 
     def _numbers(self) -> dict[str, list[list[int]]]:
         """By which a reader finds what rows are of: (rank, number) of each request, (rank, number, image) of each
@@ -797,6 +787,32 @@ class _Sketches:
         first = {subject: (*known[of], k) for (of, k), subject in self._packing.plan.tokens.mine.images.items()}
         return {"requests": [list(known[identity(r)]) for r in self._packing.requests],
                 "images": [list(first[subject]) for subject in sorted(first)]}  # fmt: skip
+
+
+def sketches_of(
+    groups: Sequence[Group], side: SideRows, loader: Loader, wanted: np.ndarray,
+    signs: Callable[[int], np.ndarray | None],
+) -> Iterator[tuple[int, np.ndarray, Sketch | None]]:  # fmt: skip
+    """Of each group with rows that are ``wanted``: (its number, the keys of these rows, their sketches; None where its
+    payload cannot be read). signs: for a width; None leaves the group out."""
+    try:
+        for number, group in enumerate(groups):
+            there = side.rows.get(group.where) if group.where is not None and group.readable else None
+            at = np.zeros(0) if there is None else np.flatnonzero(there.keep & np.isin(there.keys, wanted))
+            if there is None or not len(at):
+                continue
+            keys = there.keys[at]
+            try:
+                block = loader.load(group)
+            except Unread:
+                yield number, keys, None
+                continue
+            matrix = signs(block.data.shape[1])
+            if matrix is not None and len(block.data) == len(there.keys):
+                rows = turned(widen(block.data[at], block.dtype), keys & POSITION_MASK)
+                yield number, keys, Sketch.of(rows, matrix)
+    finally:
+        loader.forget()
 
 
 _NAMES = {"int16": "I16", "float32": "F32", "int32": "I32"}
