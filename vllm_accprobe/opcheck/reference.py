@@ -23,9 +23,6 @@ BY_ROWS = "__accprobe_by_rows__"
 """Attributes of marked functions: the names that each mark gives, and whether a reference works row by row."""
 BACKWARD = "backward."
 """What the classes of calls begin with whose outputs are gradients (gradients.py)."""
-FORWARD = "forward"
-"""Attribute of a module's record: what its own code makes of its parts' outputs (dump/schema.py); and the name of the
-reference that evaluates it."""
 DIFFERENTIABLE = "__accprobe_differentiable__"
 """Attribute of references of operators whose outputs in float64 lead back to their arguments by torch's autograd."""
 T = TypeVar("T")
