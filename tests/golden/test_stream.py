@@ -127,6 +127,76 @@ def test_it_is_the_whole_model_to_the_bit(
     assert not (tmp_path / "streamed.stream").exists()
 
 
+GEMMA_3N = {
+    "vocab_size": 256, "vocab_size_per_layer_input": 256, "hidden_size": 64, "hidden_size_per_layer_input": 16,
+    "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 16,
+    "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_layers_that_read_the_keys_of_others(tmp_path: Path) -> None:
+    """Gemma 3n: the last two layers attend with keys and values of earlier ones; a killed run has them, too."""
+    torch.manual_seed(0)
+    net = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**GEMMA_3N))
+    net.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    whole(tmp_path / "model", tmp_path / "whole", [1, 1, 1])
+
+    def die(line: str) -> None:
+        if "model.layers.4" in line:
+            raise Killed
+
+    with pytest.raises(Killed):
+        streamed(tmp_path / "model", PROMPTS, tmp_path / "streamed", progress=die, parts=PARTS)
+    streamed(tmp_path / "model", PROMPTS, tmp_path / "streamed", progress=quiet, parts=PARTS)
+    assert lines(open_dump(tmp_path / "streamed")) == lines(open_dump(tmp_path / "whole"))
+
+
+def _forward(read: Callable[[list[Any]], Any], **more: Any) -> Callable[..., Any]:
+    """Of a model whose norm reads what ``read`` makes of the layers' outputs."""
+
+    def forward(self: Any, input_ids: Any, **_: Any) -> Any:
+        hidden, seen = self.embed_tokens(input_ids), []
+        places = torch.arange(hidden.shape[1])[None]
+        rope = self.rotary_emb(hidden, places)
+        for layer in self.layers:
+            hidden = layer(hidden + 0.0, position_embeddings=rope, position_ids=places, use_cache=False, **more)
+            seen.append(hidden)
+        return transformers.modeling_outputs.BaseModelOutputWithPast(self.norm(read(seen)))
+
+    return forward
+
+
+def _adding(self: Any, hidden: Any, cache: list[Any], **how: Any) -> Any:
+    cache.append(hidden)
+    return LAYER(self, hidden, **how)
+
+
+LAYER = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer.forward
+
+
+@pytest.mark.parametrize(
+    ("read", "more", "why"),
+    [(lambda seen: seen[-1], {}, ""),
+     (lambda seen: seen[-1] + seen[0].mean(), {}, "model.norm reads the output of another layer than the one before"),
+     (lambda seen: torch.stack(seen).mean(0), {}, "model.norm reads the output of another layer than the one before"),
+     (lambda seen: seen[-1], {"cache": []}, "model.layers.0 adds to the list cache, which another may read")],
+)  # fmt: skip
+def test_models_whose_layers_read_more_than_the_one_before(
+    qwen2: Path, tmp_path: Path, read: Callable[[list[Any]], Any], more: dict[str, Any], why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """YOCO, auxiliary states of EAGLE: the model is refused, before anything wrong is computed."""
+    monkeypatch.setattr(transformers.Qwen2Model, "forward", _forward(read, **more))
+    if more:
+        monkeypatch.setattr(transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer, "forward", _adding)
+    if not why:
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
+        return
+    with pytest.raises(CommandError, match=why):
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
+
+
 def test_generated_tokens_chosen_rows_and_log_probabilities(qwen2: Path, tmp_path: Path) -> None:
     """Logits from the prompt's last row on; of the rows, those that are chosen; all tokens are scored."""
     lengths, rows = [1, 20, 90], [[0], [0, 1, 19, 20, 22], [5, 96]]
