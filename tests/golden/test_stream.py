@@ -135,6 +135,45 @@ GEMMA_3N = {
 }  # fmt: skip
 
 
+FP8 = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, "_scale_inv", (48, 32)),
+    "tensors": ({"quant_method": "fp8"}, "_scale_inv", None),
+    "rows": ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}}}, "_scale", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_a_checkpoint_in_fp8_is_what_its_numbers_stand_for(tmp_path: Path, kind: str) -> None:
+    """To the bit: a float32 checkpoint whose weights are the fp8 numbers times their scales, element by element."""
+    config, ending, size = FP8[kind]
+    draw = np.random.default_rng(0)
+    stored, wide = (make("qwen2-moe", tmp_path / name) for name in ("stored", "wide"))
+
+    def divided(found: dict[str, Any], keep: bool) -> None:
+        for key in [k for k in found if k.endswith("proj.weight")]:
+            rows, columns = found[key].shape
+            block = {None: (rows, columns), 1: (1, columns)}.get(size, size)
+            shape = [-(-n // b) for n, b in zip((rows, columns), block, strict=True)]
+            scale = np.float32(draw.uniform(0.01, 0.02, shape))
+            each = scale[np.arange(rows)[:, None] // block[0], np.arange(columns)[None] // block[1]]
+            small = (found[key].float() / torch.from_numpy(each)).to(torch.float8_e4m3fn)
+            found[key] = small if keep else small.float() * torch.from_numpy(each)
+            if keep:
+                found[f"{key}{ending}"] = torch.from_numpy(scale)
+                found[f"{key.removesuffix('weight')}input_scale"] = torch.ones(1)
+
+    for model, keep in ((stored, True), (wide, False)):
+        draw = np.random.default_rng(0)
+        tensors(lambda found, keep=keep: divided(found, keep))(model)  # type: ignore[misc]
+    edit(quantization_config=config)(stored)
+    for name, model in (("one", stored), ("two", wide)):
+        streamed(model, PROMPTS[:2], tmp_path / name, progress=quiet, parts=PARTS)
+    assert lines(open_dump(tmp_path / "one")) == lines(open_dump(tmp_path / "two"))
+    streamed(stored, PROMPTS[:2], tmp_path / "three", progress=quiet, expert_bytes=1)
+    assert open_dump(tmp_path / "three").problems == []
+
+
 def test_layers_that_read_the_keys_of_others(tmp_path: Path) -> None:
     """Gemma 3n: the last two layers attend with keys and values of earlier ones; a killed run has them, too."""
     torch.manual_seed(0)
@@ -366,7 +405,10 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit(quantization_config={"quant_method": "fp8"}), r"is quantised \(fp8\)"),
+        (edit(quantization_config={"quant_method": "awq"}), r"is quantised \(awq\)"),
+        (edit(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+         r"is quantised \(compressed-tensors pack-quantized\): only weights in fp8"),
+        (edit(quantization_config={"quant_method": "fp8", "weight_block_size": [0, 8]}), r"\(blocks of \[0, 8\]\)"),
         (edit(model_type="strange", auto_map={"AutoConfig": "evil.Config"}), "cannot use it"),
         (edit(num_hidden_layers=9), "model.layers.4.* is not in the files"),
         (edit(intermediate_size=64), "is .* in the files and .* by config.json"),
@@ -375,7 +417,10 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (indexed('{"weight_map": {"a": "model-2.safetensors"}}'), "model-2.safetensors is missing"),
         (indexed("[" * 100_000), "is no index"),
         (tensors(lambda t: t.pop(GATE)), f"{GATE} is not in the files"),
-        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "F8_E4M3, of a quantised model"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "is F8_E4M3 and has no scale"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn), f"{GATE}_scale": torch.ones(7, 1)})),
+         f"{GATE}.*7, 1. scales of"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.uint16)})), "is U16, of a quantised model"),
         (lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 64), "cannot be read"),
         (lambda model: (model / "config.json").unlink(), "has no config.json"),
     ],

@@ -121,9 +121,10 @@ def streamed(
         raise CommandError(f"dtype {dtype}: a streamed golden is in float32 or float64")
     shards_of(model)
     config = ProbeConfig.from_kwargs(dir=str(out), modules=list(modules), parts=list(parts), max_gb=_NO_BUDGET_GB)
-    net = built(model, getattr(torch, dtype))
+    net, block = built(model, getattr(torch, dtype))
     larger = available_memory() // 2 if expert_bytes is None else expert_bytes
-    run = _StreamRun(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, larger)
+    files = CheckpointTensors(model, net, getattr(torch, dtype), block)
+    run = _StreamRun(model, net, files, ids, lengths, None if rows is None else [set(r) for r in rows], config, larger)
     run.names = [f"p{n}" for n in range(len(ids))] if names is None else list(names)
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
@@ -243,13 +244,13 @@ class _StreamRun:
     names: list[str]
 
     def __init__(
-        self, folder: Path, model: Any, ids: list[list[int]], lengths: list[int], wanted: list[set[int]] | None,
-        config: ProbeConfig, larger: int,
+        self, folder: Path, model: Any, files: CheckpointTensors, ids: list[list[int]], lengths: list[int],
+        wanted: list[set[int]] | None, config: ProbeConfig, larger: int,
     ):  # fmt: skip
         self._model, self._ids, self._lengths, self._wanted, self._config = model, ids, lengths, wanted, config
         self._blocks, self._larger = ModelBlocks(model), larger
         self._dtype = next(model.parameters()).dtype
-        self._files = CheckpointTensors(folder, model, self._dtype)
+        self._files = files
         self._folder = folder
         # as transformers does: what the files have is not tied
         self._tied = {name: of for name, of in self._blocks.tied.items() if not self._files.of(name)}
