@@ -135,6 +135,28 @@ GEMMA_3N = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_embedding_and_head_are_read_by_rows(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, where a head's columns are computed some at a time; only their weights have no fingerprint."""
+    from vllm_accprobe.golden import checkpoint, model_blocks
+
+    model = make("qwen2", tmp_path / "model", tie_word_embeddings=tied)
+    if tied:
+        without_head(model)
+    streamed(model, PROMPTS, tmp_path / "whole", progress=quiet, parts=PARTS)
+    monkeypatch.setattr(model_blocks, "_WIDE", 1)
+    monkeypatch.setattr(checkpoint, "_ROWS", 96)
+    streamed(model, PROMPTS, tmp_path / "rows", progress=quiet, parts=PARTS)
+    expected, found = lines(open_dump(tmp_path / "whole")), lines(open_dump(tmp_path / "rows"))
+    missing = {key[:2] for key in expected if key not in found}
+    assert missing == {("model.embed_tokens", "param.weight"), *([] if tied else [("lm_head", "param.weight")])}
+    assert found == {key: value for key, value in expected.items() if key in found}
+    answers = [(tmp_path / name / ANSWERS / replies.pass_name(0)).read_bytes() for name in ("whole", "rows")]
+    assert answers[0] == answers[1]
+
+
 FP8 = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, "_scale_inv", (48, 32)),
     "tensors": ({"quant_method": "fp8"}, "_scale_inv", None),

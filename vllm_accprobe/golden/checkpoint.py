@@ -36,6 +36,8 @@ _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "
 """Names of scales of activations and caches, which are not quantised here."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Chosen: of each shard, evenly spread from its first byte to its last; read in milliseconds."""
+_MAPPED = 1 << 27
+"""Chosen: bytes of a shard that are read until it is closed and opened again."""
 _DO = "name a checkpoint in bfloat16, float16 or float32"
 
 
@@ -206,12 +208,15 @@ class CheckpointTensors:
         from transformers.core_model_loading import WeightRenaming, dot_natural_key
 
         found: dict[str, Any] = {}
-        by_shard: dict[Path, list[str]] = {}
+        by_shard: dict[tuple[Path, int], list[str]] = {}
+        opened: dict[Path, int] = {}
         for key in keys:
-            by_shard.setdefault(self.tensors[key].shard, []).append(key)
+            shard = self.tensors[key].shard
+            opened[shard] = opened.get(shard, 0) + self.tensors[key].nbytes
+            by_shard.setdefault((shard, opened[shard] // _MAPPED), []).append(key)
         loaded: dict[str, torch.Tensor] = {}
         try:
-            for shard, inside in by_shard.items():
+            for (shard, _), inside in by_shard.items():
                 with safe_open(shard, "pt") as file:  # closed again: mapped pages count as this process's memory
                     for key in inside:
                         tensor = self._part(file, key, expert)
@@ -235,6 +240,22 @@ class CheckpointTensors:
                 made[target] = value[0] if isinstance(value, list) else value
         return made
 
+
+    def rows(self, key: str, first: int, after: int) -> torch.Tensor:
+        """Some rows of a tensor of the files, which is a parameter as it is."""
+        try:
+            with safe_open(self.tensors[key].shard, "pt") as file:
+                found = file.get_slice(key)[first:after]
+        except (SafetensorError, OSError) as e:
+            raise CommandError(f"{self.tensors[key].shard} cannot be read: {e}; download it again") from None
+        self.read_bytes += found.nbytes
+        return found.to(self._dtype, copy=True)
+
+    def plain(self, name: str) -> str:
+        """The tensor of the files that a parameter is, without a rule or a scale; "" where there is none."""
+        keys = self.of(name)
+        alone = len(keys) == 1 and self._target[keys[0]][1] is None and not self.tensors[keys[0]].scale
+        return keys[0] if alone else ""
 
     def _part(self, file: Any, key: str, expert: int | None) -> torch.Tensor:
         piece = file.get_slice(key)
@@ -266,6 +287,38 @@ def expert_of(key: str) -> int | None:
     _, found, after = key.rpartition(".experts.")
     number = after.partition(".")[0]
     return int(number) if found and number.isdecimal() else None
+
+
+_ROWS = 1 << 13
+"""Chosen: rows of a wide matrix that are in memory at a time; 134 MB at a width of 4,096."""
+
+
+class StreamedRows:
+    """Stands for a matrix [rows, width] of an embedding or a head: an embedding reads the rows of its tokens, a linear
+    map is computed for `_ROWS` of them at a time, each read when it is used and freed after."""
+
+    def __init__(self, checkpoint: CheckpointTensors, name: str, key: str, shape: torch.Size, dtype: torch.dtype):
+        self.shape, self.dtype, self.device = shape, dtype, torch.device("cpu")
+        self._checkpoint, self._name, self._key = checkpoint, name, key
+
+    def rows(self, first: int, after: int) -> torch.Tensor:
+        return self._checkpoint.rows(self._key, first, after)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        input_, weight, *more = args
+        if func is torch.nn.functional.embedding:  # max_norm and scale_grad_by_freq are of training
+            distinct, place = input_.unique(return_inverse=True)
+            return torch.cat([weight.rows(i, i + 1) for i in distinct.tolist()])[place]
+        if func is torch.nn.functional.linear:
+            bias = more[0] if more else (kwargs or {}).get("bias")
+            out = input_.new_empty((*input_.shape[:-1], weight.shape[0]))
+            for first in range(0, weight.shape[0], _ROWS):
+                some = slice(first, min(first + _ROWS, weight.shape[0]))
+                rows = weight.rows(some.start, some.stop)
+                out[..., some] = torch.nn.functional.linear(input_, rows, None if bias is None else bias[some])
+            return out
+        raise CommandError(f"{weight._name} is read by rows, which {func} cannot: give this process more memory")
 
 
 class StreamedExperts:

@@ -29,6 +29,8 @@ up to 5.5 widths, attention's four, and copies."""
 _FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn))
 _LARGE = 1 << 26
 """Elements of a tensor that no buffer has; chosen."""
+_WIDE = 1 << 28
+"""Chosen: bytes of an embedding or a head from which on it is read by rows."""
 _BASE = 8e8
 """Memory of torch and transformers, measured."""
 
@@ -124,6 +126,16 @@ class ModelBlocks:
         self.tied = _tied(model)
         self.streamed: dict[str, tuple[str, ...]] = {}
         """Block → its parameters that are read one expert at a time."""
+        self.by_rows: dict[str, str] = {}
+        """Block → its matrix that is read by rows."""
+
+    def stream_rows(self, plain: Callable[[str], str]) -> None:
+        """Of embeddings and heads with more than `_WIDE` bytes, rows are read alone. plain: as CheckpointTensors'."""
+        for path, module in self.modules.items():
+            name = f"{path}.weight"
+            kinds = isinstance(module, (torch.nn.Embedding, torch.nn.Linear)) and path not in self.layers
+            if kinds and self.nbytes(path) > _WIDE and (plain(name) or plain(self.tied.get(name, ""))):
+                self.by_rows[path] = name
 
     def stream_experts(self, larger: int) -> None:
         """Of blocks that need more than ``larger`` bytes, parameters of all experts are read one expert at a time."""
@@ -146,6 +158,8 @@ class ModelBlocks:
     def nbytes(self, path: str) -> int:
         """Memory of a block's parameters while they are read: two of an expert that is read alone, and the copies from
         which the largest one is joined."""
+        if path in self.by_rows:
+            return _WIDE
         alone, total, largest = self.streamed.get(path, ()), 0, 0
         for name, parameter in self.modules[path].named_parameters(prefix=path):
             size = parameter.numel() * self._itemsize

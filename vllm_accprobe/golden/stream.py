@@ -45,7 +45,14 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS, RUN_JSON, Segment, Step, hash_tokens
 from vllm_accprobe.dump.writer import DumpCheckpoint
-from vllm_accprobe.golden.checkpoint import CheckpointTensors, StreamedExperts, assign, identity, shards_of
+from vllm_accprobe.golden.checkpoint import (
+    CheckpointTensors,
+    StreamedExperts,
+    StreamedRows,
+    assign,
+    identity,
+    shards_of,
+)
 from vllm_accprobe.golden.model_blocks import ModelBlocks, available_memory, built
 from vllm_accprobe.refusals import CommandError, one_line
 from vllm_accprobe.whole_file import whole
@@ -55,8 +62,8 @@ ANSWERS = "answers"
 TOP = 20
 _SCHEMA, _STATE = 2, "state.safetensors"
 _NO_BUDGET_GB = 999_999
-_CHUNK = 256
-"""Rows of logits that are computed at a time for log-probabilities alone; chosen."""
+_CHUNK, _LOGITS = 256, 1 << 24
+"""Rows of logits that are computed at a time for log-probabilities alone, and numbers in them; chosen."""
 _FLUSH_S = 3600.0
 
 
@@ -259,6 +266,7 @@ class _StreamRun:
         for number, prompt in enumerate(ids):
             if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
                 raise CommandError(f"prompt {number} has token ids outside 0 to {self._vocabulary - 1} of {folder}")
+        self._chunk = max(1, min(_CHUNK, _LOGITS // self._vocabulary))
         self._chunked = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._recording: Recording | None = None
         self._prompts: list[_Prompt] = []
@@ -284,6 +292,7 @@ class _StreamRun:
             shutil.rmtree(out, ignore_errors=True)
         self._larger = begun[0]["larger"] if begun is not None else self._larger
         self._blocks.stream_experts(self._larger)
+        self._blocks.stream_rows(self._files.plain)
         if self._blocks.streamed:
             self._model.set_experts_implementation("eager")  # takes them by their number
         self._check_memory(progress, 0 if begun is None else begun[0]["files"]["payload"])
@@ -331,7 +340,7 @@ class _StreamRun:
         """written: bytes of the dump's payload that are there."""
         lengths = [len(prompt) for prompt in self._ids]
         scored = max(n - first + 1 for n, first in zip(lengths, self._lengths, strict=True))
-        rows = max(scored, min(_CHUNK, max(lengths)))
+        rows = max(scored, min(self._chunk, max(lengths)))
         need = self._blocks.memory(self._stored, lengths, rows, self._width, self._vocabulary)
         have, total = available_memory(), self._files.stored_bytes(set(self._files.tensors))
         stored = sum(lengths) if self._wanted is None else sum(map(len, self._wanted))
@@ -351,6 +360,8 @@ class _StreamRun:
         self._check_disk(disk)
 
     def _stored(self, path: str) -> int:
+        if path in self._blocks.by_rows:
+            return 0
         return self._files.stored_bytes(self._files.sources(path, self._blocks.streamed.get(path, ())))
 
     def _check_disk(self, need: int) -> None:
@@ -507,9 +518,14 @@ class _StreamRun:
         block, tied, streamed_ = self._blocks.modules[path], self._tied, self._blocks.streamed.get(path, ())
         self._loaded = path
         self._meta = dict(block.named_parameters(prefix=path, remove_duplicate=False))
-        found = self._files.read(self._files.sources(path, streamed_))
+        by_rows = self._blocks.by_rows.get(path, "")
+        found = self._files.read(self._files.sources(path, (*streamed_, by_rows)))
         for name in self._meta:
-            if name in streamed_:
+            if name == by_rows:
+                key = self._files.plain(name) or self._files.plain(tied[name])
+                block.__dict__["weight"] = StreamedRows(self._files, name, key, self._meta[name].shape, self._dtype)
+                self._session.sink.skip(path, "read by rows: no fingerprint", "param.weight")
+            elif name in streamed_:
                 holder, _, leaf = name.rpartition(".")
                 parameter = self._meta[name]
                 module = self._model.get_submodule(holder)
@@ -595,8 +611,8 @@ class _StreamRun:
         at = len(ids) - parts[0][0]
         chosen: list[float] = []
         tops: list[tuple[list[int], list[float]]] = []
-        for begin in range(0, at, _CHUNK):
-            stop = min(begin + _CHUNK, at)
+        for begin in range(0, at, self._chunk):
+            stop = min(begin + self._chunk, at)
             rows = self._pass(prompt, torch.arange(begin, stop), capture=False).logits
             self._add(rows, ids[begin + 1 : stop + 1], chosen, tops)
         self._add(logits, ids[at + 1 :], chosen, tops)
