@@ -21,7 +21,7 @@ from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.golden.pack import place_name
-from vllm_accprobe.golden.sketch import NUMBERS, ROUNDING, Sketch, distances, quantile, signs_of
+from vllm_accprobe.golden.sketch import NUMBERS, ROUNDING, Sketch, distances, quantile, signs_of, turned
 
 KINDS = ("normal", "one element", "one column in ten", "a factor", "heavy tails")
 EDGES = np.linspace(0.0, 2.5, 51)
@@ -85,7 +85,8 @@ def main() -> int:
             if not some.any():
                 continue
             signs = signs_of(0, name.partition("|")[0], golden.shape[1])
-            sides = Sketch.unpacked(*Sketch.of(golden[some], signs).packed()), Sketch.of(mine[some], signs)
+            golden, mine = (turned(side[some], np.arange(some.sum())) for side in (golden, mine))
+            sides = Sketch.unpacked(*Sketch.of(golden, signs).packed()), Sketch.of(mine, signs)
             found, low, high = distances(*sides, 0.05)
             tensors += 1
             held.append((low <= true[some]) & (true[some] <= high))

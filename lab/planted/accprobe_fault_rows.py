@@ -14,6 +14,7 @@ A condition is one of these, or several joined by ``&``:
     chunk>=2                        rows of a prompt's second and later chunks
     hit                             rows of requests that began with rows from the prefix cache (V1 runner)
     row:3  row>=64                  place in the step's batch, whoever's row it is: a tile of a kernel
+    patch>=64                       row of the tensor, of a vision tower, which runs before the step's batch is known
 
 Not here: what is done to the rows (accprobe_fault_kinds.py).
 """
@@ -71,7 +72,8 @@ class Rows:
     """Chooses the rows of a tensor by what the model is running now. Raises ValueError for an unknown condition."""
 
     def __init__(self, model: Any, condition: str) -> None:
-        self.tests = [self._test(part) for part in condition.split("&")] if condition != "all" else []
+        self.first = int(condition.partition("patch>=")[2] or 0)
+        self.tests = [self._test(part) for part in condition.split("&")] if condition != "all" and not self.first else []
         self.positions: Any = None
         self.tokens: Any = None
         self.starts: Any = None
@@ -83,7 +85,7 @@ class Rows:
         import torch
 
         if not self.tests:
-            return torch.ones(rows, dtype=torch.bool)
+            return torch.arange(rows) >= self.first
         now = _query_starts()
         self.starts = self.starts if now is None else now.cpu().long()
         starts = self.starts

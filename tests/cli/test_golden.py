@@ -40,6 +40,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("golden verify absent.golden", 2, "absent.golden"),
         ("golden verify notes.txt altered.golden x.golden", 2, "PASS: x.golden"),
         ("golden verify altered.golden notes.txt", 2, "FAIL: notes.txt"),
+        ("golden verify history", 1, "PASS: history/a\\nforged.golden"),
+        ("golden verify history --index", 1, "FAIL: history/altered.golden"),
+        ("golden verify golden", 2, "has no pack"),
+        ("golden verify x.golden --index", 2, "--index is of one folder"),
+        ("golden verify packs --sha256 0123456789abcdef", 2, "of one pack"),
         ("golden history history", 1, "cannot be compared"),
         ("golden history history", 1, "a\\nforged.golden"),
         ("golden history packs", 0, "first"),
@@ -64,6 +69,33 @@ def test_commands(
     out, err = capsys.readouterr()
     assert said in out + err
     assert code != 2 or "FAIL: " in out or (err.count("\n") == 1 and err.startswith("accprobe: "))
+
+
+def test_a_collection_has_an_index(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written where all packs are whole; then another pack, one more and one less are found."""
+    packs = tmp_path / "packs"
+    (packs / "a").mkdir(parents=True)
+    for name in ("a/one.golden", "two.golden"):
+        shutil.copy(home / "x.golden", packs / name)
+    assert main(["golden", "verify", str(packs), "--index"]) == 0
+    index = json.loads((packs / "index.json").read_text())
+    assert list(index) == ["a/one.golden", "two.golden"]
+    assert index["two.golden"]["bytes"] == (packs / "two.golden").stat().st_size
+    assert main(["golden", "verify", str(packs)]) == 0
+    shutil.copy(home / "packs" / "y.golden", packs / "two.golden")
+    shutil.copy(home / "x.golden", packs / "three.golden")
+    capsys.readouterr()
+    assert main(["golden", "verify", str(packs)]) == 1
+    out = capsys.readouterr().out
+    assert "two.golden: its manifest has the SHA-256" in out
+    assert "three.golden is not in index.json" in out
+    (packs / "a/one.golden").unlink()
+    assert main(["golden", "verify", str(packs)]) == 2
+    assert "FAIL: cannot read" in capsys.readouterr().out
+    for bad in ('{"../x.golden": {"sha256": "%s"}}' % ("0" * 64), "[]", '{"x": {"sha256": 1}}'):
+        (packs / "index.json").write_text(bad)
+        assert main(["golden", "verify", str(packs)]) == 2
+        assert "is no index of packs" in capsys.readouterr().err
 
 
 def test_json(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.captures import Engines
+from support.engine import Ask
+from support.prompts import prompt
 from tiny_model import make
 from vllm_server import ENV, SMALL
 
 from vllm_accprobe.cli import main
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.formats.io.pack_file import begins_as_pack
 from vllm_accprobe.golden import make as golden
+from vllm_accprobe.golden.estimated import ESTIMATED, compared_sides
+from vllm_accprobe.golden.pack import pack
 
 pytestmark = pytest.mark.engine
 FAULTS = Path(__file__).resolve().parents[2] / "lab" / "planted"
@@ -58,3 +64,29 @@ def test_a_fault_is_found_with_a_pack_alone(
     found = json.loads(Path("mine/report/compare.json").read_text())
     assert found["origins"][0]["module"] == FAULT["module"]
     assert found["origins"][0]["evidence"] == "replay"
+
+
+PICTURES = [Ask([*prompt(12, 1), 4, 6, 5, *prompt(9, 2)], 4, images=((112, 112, 5),)),
+            Ask([*prompt(5, 4), 4, 6, 5, *prompt(9, 2)], 4, images=((84, 140, 7),))]  # fmt: skip
+ROTARY, DOWN = "visual.blocks.1.attn.apply_rotary_emb", "visual.blocks.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [(None, []), ({"module": ROTARY, "factor": 1.2}, [ROTARY]),
+     ({"module": DOWN, "factor": 1.2, "rows": "patch>=30"}, [DOWN])],
+)  # fmt: skip
+def test_a_fault_in_a_vision_tower(engines: Engines, tmp_path: Path, fault: Any, named: list[str]) -> None:
+    """A pack in which the tower's inner calls have sketches alone, of golden's images one by one, mine's together."""
+    first = engines.run("pictures-golden", "qwen2.5-vl", PICTURES, how="serial")
+    name = f"pictures-{fault['module'] if fault else 'clean'}"
+    mine = engines.run(name, "qwen2.5-vl", PICTURES, fault={"kind": "scale", **fault} if fault else None)
+    assert first.dump is not None
+    assert mine.dump is not None
+    pack(first.dump, tmp_path / "x.golden", max_bytes=110_000)
+    with compared_sides(tmp_path / "x.golden", mine.dump) as sides:
+        found = sides.judged(compare(sides.golden, sides.mine))
+    assert [o["module"] for o in found.origins][:1] == named
+    assert found.verdict == ("fail" if named else "pass")
+    seen = {p.tap for p in found.pairs if p.tap.startswith("visual.blocks.") and p.message.startswith(ESTIMATED)}
+    assert ROTARY in seen

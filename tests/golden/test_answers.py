@@ -66,6 +66,11 @@ REPLY = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0], "top": [
 LINE: dict[str, Any] = {"prompt": {"id": "a", "prompt": "x"}, "passes": [REPLY]}
 
 
+CALL = {"role": "assistant", "content": None, "reasoning": "r", "tool_calls": [
+    {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}  # fmt: skip
+ANSWERED = {"role": "tool", "tool_call_id": "c1", "content": "4"}
+
+
 def messages(*found: Any) -> dict[str, Any]:
     return LINE | {"prompt": {"id": "a", "messages": list(found)}}
 
@@ -92,8 +97,15 @@ def chat(part: Any) -> dict[str, Any]:
     ([HEAD, chat({"type": "text", "text": "x"}), "["], "it is not JSON"),
     ([HEAD, chat({"type": "text", "text": "x", "image_url": {"url": "http://x"}})], "not in the pack itself"),
     ([HEAD, messages({"role": "user", "content": {"type": "image_url"}})], "neither a text nor a list"),
-    ([HEAD, messages({"role": "user", "content": "x", "url": "http://x"})], "other fields than role and content"),
-    ([HEAD, messages("x")], "other fields than role and content"),
+    ([HEAD, messages({"role": "user", "content": "x", "url": "http://x"})], "a message with the field 'url'"),
+    ([HEAD, messages({"role": "user", "content": "x", "tool_calls": "x"})], "tool_calls is neither a text nor a list"),
+    ([HEAD, messages("x")], "a message without a role"),
+    ([HEAD, messages({"role": "user", "content": "x", "name": "n"}, CALL, ANSWERED)], ""),
+    ([HEAD, LINE | {"prompt": {"id": "a", "messages": [CALL], "tools": [{"type": "function"}],
+                               "chat_template_kwargs": {"enable_thinking": False}}}], ""),
+    ([HEAD, chat({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AA=="}})], ""),
+    ([HEAD, chat({"type": "audio_url", "audio_url": {"url": "data:image/png;base64,AA=="}})], "not in the pack itself"),
+    ([HEAD, chat({"type": "file", "file": {"url": "data:file/x"}})], "not in the pack itself"),
     ([HEAD | {"arrive": []}, LINE | {"passes": []}], "it has no pass"),
     ([HEAD, LINE | {"passes": [REPLY | {"prompt_token_ids": [1 << 31]}]}], "a token id is too large"),
     ([HEAD, LINE | {"passes": [REPLY | {"logprobs": [-1e300]}]}], "beyond float32"),

@@ -12,7 +12,7 @@ from synthetic_model import scaled
 from vllm_accprobe.align.derived import Derived, derive
 from vllm_accprobe.comparison.engine import calibrate, compare
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.golden.estimated import ESTIMATED, GOLDEN_NONFINITE, _sketches_of, compared_sides, is_routed
+from vllm_accprobe.golden.estimated import ALONE, ESTIMATED, GOLDEN_NONFINITE, _sketches_of, compared_sides, is_routed
 from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import pack
 from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
@@ -141,7 +141,21 @@ def test_a_fault_in_sketched_rows_alone(
     wrong = [p for p in found.pairs if p.status == "fail" and p.message.startswith(ESTIMATED)]
     assert wrong
     assert all(p.worst_position == last for p in wrong if p.tap == TAP)
-    assert any(ESTIMATED in str(o["shape"]) for o in found.origins) or any(p.tap == TAP for p in wrong)
+    assert any(p.tap == TAP for p in wrong)
+
+
+@pytest.mark.parametrize(("positions", "alone"), [([4], True), ([3, 4], False)])
+def test_an_origin_that_two_sketches_agree_on(
+    golden: tuple[Path, Path], tmp_path: Path, positions: list[int], alone: bool
+) -> None:
+    """In one row or in two that only sketches show."""
+
+    def wrong(values: np.ndarray, there: np.ndarray, decode: np.ndarray) -> np.ndarray:
+        return np.where(np.isin(there, positions)[:, None], values * np.float32(1.5), values)
+
+    found = judged(golden[1], dump(tmp_path / "mine", together=False, faults={TAP: wrong}))
+    estimated = [o for o in found.origins if ESTIMATED in o["shape"]]
+    assert [(o["module"], ALONE in o["shape"]) for o in estimated] == [(TAP, alone)]
 
 
 def test_either_side_may_be_a_pack(golden: tuple[Path, Path], tmp_path: Path) -> None:

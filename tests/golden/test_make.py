@@ -218,6 +218,15 @@ def test_make_sends_three_times_and_packs_what_was_verified(machine: Machine, ca
     assert "--keep work exists and is not empty" in capsys.readouterr().err
 
 
+def test_a_prompt_that_no_pack_can_carry_is_refused_first(machine: Machine, capsys: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}
+    line = {"id": "far", "messages": [{"role": "user", "content": [image]}]}
+    Path("prompts.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["golden", "make", "M", "--out", "x.golden", "--prompts", "prompts.jsonl"]) == 2
+    assert "prompts.jsonl, far: a prompt has an image that is not in the pack itself" in capsys.readouterr().err
+    assert machine.starts == []
+
+
 def test_check_compares_ids_first_then_answers_then_rows(machine: Machine, capsys: Any) -> None:
     assert main(["golden", "make", "M", "--out", "x.golden", "--prompts", "prompts.jsonl"]) == 0
     capsys.readouterr()

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.golden.sketch import ROUNDING, Sketch, distances, quantile, signs_of
+from vllm_accprobe.golden.sketch import FEW, ROUNDING, Sketch, distances, quantile, signs_of, turned
 
 KINDS = ("normal", "one element", "one column in ten", "a factor", "heavy tails")
 
@@ -61,6 +61,26 @@ def test_bounds_of_an_error_of_two_equal_elements(sign: float) -> None:
         assert (low <= np.linalg.norm(golden - mine, axis=1)).all()
     zeros = [Sketch(np.array([norm]), np.zeros((1, 16)), np.zeros(1)) for norm in (3.0, 1.0)]
     assert distances(*zeros, 0.05)[2][0] == 2.0
+
+
+def test_two_rows_of_a_tensor_do_not_hide_the_same_error() -> None:
+    """Of two equal elements: signs under which one position's sketch is zero are found, and 40 others see it."""
+    errors = np.zeros((41, 64), np.float32)
+    errors[:, [5, 9]] = 1.0
+    positions = np.arange(7, 48)
+    blind = turned(errors, positions)
+    hidden = found = 0
+    for number in range(300_000):
+        signs = signs_of(0, f"{number}", 64)
+        if not (blind[0] @ signs).any():
+            found += 1
+            hidden += int((~(blind @ signs).any(axis=1)).sum()) - 1
+            if found == 3:
+                break
+    assert found == 3
+    assert number > 3 / FEW / 20
+    assert hidden == 0
+    assert np.array_equal(np.sort(blind, axis=1), np.sort(errors, axis=1))
 
 
 def test_what_is_stored_is_off_by_no_more_than_said() -> None:

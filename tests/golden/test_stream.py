@@ -127,6 +127,137 @@ def test_it_is_the_whole_model_to_the_bit(
     assert not (tmp_path / "streamed.stream").exists()
 
 
+GEMMA_3N = {
+    "vocab_size": 256, "vocab_size_per_layer_input": 256, "hidden_size": 64, "hidden_size_per_layer_input": 16,
+    "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 16,
+    "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_embedding_and_head_are_read_by_rows(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, where a head's columns are computed some at a time; only their weights have no fingerprint."""
+    from vllm_accprobe.golden import checkpoint, model_blocks
+
+    model = make("qwen2", tmp_path / "model", tie_word_embeddings=tied)
+    if tied:
+        without_head(model)
+    streamed(model, PROMPTS, tmp_path / "whole", progress=quiet, parts=PARTS)
+    monkeypatch.setattr(model_blocks, "_WIDE", 1)
+    monkeypatch.setattr(checkpoint, "_ROWS", 96)
+    streamed(model, PROMPTS, tmp_path / "rows", progress=quiet, parts=PARTS)
+    expected, found = lines(open_dump(tmp_path / "whole")), lines(open_dump(tmp_path / "rows"))
+    missing = {key[:2] for key in expected if key not in found}
+    assert missing == {("model.embed_tokens", "param.weight"), *([] if tied else [("lm_head", "param.weight")])}
+    assert found == {key: value for key, value in expected.items() if key in found}
+    answers = [(tmp_path / name / ANSWERS / replies.pass_name(0)).read_bytes() for name in ("whole", "rows")]
+    assert answers[0] == answers[1]
+
+
+FP8 = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, "_scale_inv", (48, 32)),
+    "tensors": ({"quant_method": "fp8"}, "_scale_inv", None),
+    "rows": ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}}}, "_scale", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_a_checkpoint_in_fp8_is_what_its_numbers_stand_for(tmp_path: Path, kind: str) -> None:
+    """To the bit: a float32 checkpoint whose weights are the fp8 numbers times their scales, element by element."""
+    config, ending, size = FP8[kind]
+    draw = np.random.default_rng(0)
+    stored, wide = (make("qwen2-moe", tmp_path / name) for name in ("stored", "wide"))
+
+    def divided(found: dict[str, Any], keep: bool) -> None:
+        for key in [k for k in found if k.endswith("proj.weight")]:
+            rows, columns = found[key].shape
+            block = {None: (rows, columns), 1: (1, columns)}.get(size, size)
+            shape = [-(-n // b) for n, b in zip((rows, columns), block, strict=True)]
+            scale = np.float32(draw.uniform(0.01, 0.02, shape))
+            each = scale[np.arange(rows)[:, None] // block[0], np.arange(columns)[None] // block[1]]
+            small = (found[key].float() / torch.from_numpy(each)).to(torch.float8_e4m3fn)
+            found[key] = small if keep else small.float() * torch.from_numpy(each)
+            if keep:
+                found[f"{key}{ending}"] = torch.from_numpy(scale)
+                found[f"{key.removesuffix('weight')}input_scale"] = torch.ones(1)
+
+    for model, keep in ((stored, True), (wide, False)):
+        draw = np.random.default_rng(0)
+        tensors(lambda found, keep=keep: divided(found, keep))(model)  # type: ignore[misc]
+    edit(quantization_config=config)(stored)
+    for name, model in (("one", stored), ("two", wide)):
+        streamed(model, PROMPTS[:2], tmp_path / name, progress=quiet, parts=PARTS)
+    assert lines(open_dump(tmp_path / "one")) == lines(open_dump(tmp_path / "two"))
+    streamed(stored, PROMPTS[:2], tmp_path / "three", progress=quiet, expert_bytes=1)
+    assert open_dump(tmp_path / "three").problems == []
+
+
+def test_layers_that_read_the_keys_of_others(tmp_path: Path) -> None:
+    """Gemma 3n: the last two layers attend with keys and values of earlier ones; a killed run has them, too."""
+    torch.manual_seed(0)
+    net = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**GEMMA_3N))
+    net.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    whole(tmp_path / "model", tmp_path / "whole", [1, 1, 1])
+
+    def die(line: str) -> None:
+        if "model.layers.4" in line:
+            raise Killed
+
+    with pytest.raises(Killed):
+        streamed(tmp_path / "model", PROMPTS, tmp_path / "streamed", progress=die, parts=PARTS)
+    streamed(tmp_path / "model", PROMPTS, tmp_path / "streamed", progress=quiet, parts=PARTS)
+    assert lines(open_dump(tmp_path / "streamed")) == lines(open_dump(tmp_path / "whole"))
+
+
+def _forward(read: Callable[[list[Any]], Any], **more: Any) -> Callable[..., Any]:
+    """Of a model whose norm reads what ``read`` makes of the layers' outputs."""
+
+    def forward(self: Any, input_ids: Any, **_: Any) -> Any:
+        hidden, seen = self.embed_tokens(input_ids), []
+        places = torch.arange(hidden.shape[1])[None]
+        rope = self.rotary_emb(hidden, places)
+        for layer in self.layers:
+            hidden = layer(hidden + 0.0, position_embeddings=rope, position_ids=places, use_cache=False, **more)
+            seen.append(hidden)
+        return transformers.modeling_outputs.BaseModelOutputWithPast(self.norm(read(seen)))
+
+    return forward
+
+
+def _adding(self: Any, hidden: Any, cache: list[Any], **how: Any) -> Any:
+    cache.append(hidden)
+    return LAYER(self, hidden, **how)
+
+
+LAYER = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer.forward
+
+
+@pytest.mark.parametrize(
+    ("read", "more", "why"),
+    [(lambda seen: seen[-1], {}, ""),
+     (lambda seen: seen[-1] + seen[0].mean(), {}, "model.norm reads the output of another layer than the one before"),
+     (lambda seen: torch.stack(seen).mean(0), {}, "model.norm reads the output of another layer than the one before"),
+     (lambda seen: seen[-1], {"cache": []}, "model.layers.0 adds to the list cache, which another may read")],
+)  # fmt: skip
+def test_models_whose_layers_read_more_than_the_one_before(
+    qwen2: Path, tmp_path: Path, read: Callable[[list[Any]], Any], more: dict[str, Any], why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """YOCO, auxiliary states of EAGLE: the model is refused, before anything wrong is computed."""
+    monkeypatch.setattr(transformers.Qwen2Model, "forward", _forward(read, **more))
+    if more:
+        monkeypatch.setattr(transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer, "forward", _adding)
+    if not why:
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
+        return
+    with pytest.raises(CommandError, match=why):
+        streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
+
+
 def test_generated_tokens_chosen_rows_and_log_probabilities(qwen2: Path, tmp_path: Path) -> None:
     """Logits from the prompt's last row on; of the rows, those that are chosen; all tokens are scored."""
     lengths, rows = [1, 20, 90], [[0], [0, 1, 19, 20, 22], [5, 96]]
@@ -296,7 +427,10 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit(quantization_config={"quant_method": "fp8"}), r"is quantised \(fp8\)"),
+        (edit(quantization_config={"quant_method": "awq"}), r"is quantised \(awq\)"),
+        (edit(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+         r"is quantised \(compressed-tensors pack-quantized\): only weights in fp8"),
+        (edit(quantization_config={"quant_method": "fp8", "weight_block_size": [0, 8]}), r"\(blocks of \[0, 8\]\)"),
         (edit(model_type="strange", auto_map={"AutoConfig": "evil.Config"}), "cannot use it"),
         (edit(num_hidden_layers=9), "model.layers.4.* is not in the files"),
         (edit(intermediate_size=64), "is .* in the files and .* by config.json"),
@@ -305,7 +439,10 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (indexed('{"weight_map": {"a": "model-2.safetensors"}}'), "model-2.safetensors is missing"),
         (indexed("[" * 100_000), "is no index"),
         (tensors(lambda t: t.pop(GATE)), f"{GATE} is not in the files"),
-        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "F8_E4M3, of a quantised model"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "is F8_E4M3 and has no scale"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn), f"{GATE}_scale": torch.ones(7, 1)})),
+         f"{GATE}.*7, 1. scales of"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.uint16)})), "is U16, of a quantised model"),
         (lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 64), "cannot be read"),
         (lambda model: (model / "config.json").unlink(), "has no config.json"),
     ],

@@ -476,10 +476,16 @@ class Flip:
 
 @dataclass(frozen=True)
 class SideRows:
-    """One dump's rows. ``cells``: rank → cell; the ranks of a cell computed the same rows."""
+    """One dump's rows. ``cells``: rank → cell; the ranks of a cell computed the same rows. ``images``: (request, image)
+    → vision subject."""
 
     rows: dict[Space, Rows]
     cells: dict[int, Cell]
+    images: Mapping[tuple[Identity, int], int] = field(default_factory=dict)
+
+    def of(self, rank: int, step: int, name: str) -> Rows | None:
+        """The rows of a space that ``rank`` has."""
+        return self.rows.get((own_cell(rank) if DEALT in name else self.cells.get(rank, 0), step, name))
 
 
 @dataclass(frozen=True)
@@ -515,7 +521,7 @@ def align_rows(golden: Any, mine: Any, plan: RequestPlan, sampled: tuple[Sampled
     flips, compared = _flips(plan, raw[0].accepted, raw[1].accepted)
     skipped = {SUPERSEDED: 0, AFTER_FLIP: 0}
     limits = {f.pair: f.position for f in flips}
-    sides = [_finish(r, limits, skipped) for r in raw]
+    sides = [_finish(r, limits, skipped, s.vision) for r, s in zip(raw, subjects, strict=True)]
     return TokenPlan(sides[0], sides[1], names, flips, compared, skipped, images)
 
 
@@ -672,7 +678,9 @@ def _flips(plan: RequestPlan, golden: Accepted, mine: Accepted) -> tuple[list[Fl
     return flips, compared
 
 
-def _finish(raw: _Numbering, limits: dict[int, int], skipped: dict[str, int]) -> SideRows:
+def _finish(
+    raw: _Numbering, limits: dict[int, int], skipped: dict[str, int], images: Mapping[tuple[Identity, int], int]
+) -> SideRows:
     """Decides which rows are kept: right token, last computation, before the flip."""
     valid = {w: valid_rows(keys, ids, starts, raw.accepted) for w, (keys, ids, _, starts) in raw.spaces.items()}
     by_name: dict[str, list[Space]] = defaultdict(list)
@@ -701,4 +709,4 @@ def _finish(raw: _Numbering, limits: dict[int, int], skipped: dict[str, int]) ->
                     skipped[REJECTED] = skipped.get(REJECTED, 0) + rejected
                 skipped[AFTER_FLIP] += int((late & keep[where]).sum())
             rows[where] = Rows(keys, keep[where] & ~late, decode)
-    return SideRows(rows, raw.cells)
+    return SideRows(rows, raw.cells, images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from vllm_accprobe.cli.output import answer, say_written, show
 from vllm_accprobe.refusals import CommandError
 
 golden = typer.Typer(help="Pack a golden into one small file; check and compare packs.", rich_markup_mode=None)
+
+
+_LONG = 600
+"""Characters of a line with a name that a stranger may have chosen."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,11 @@ class GoldenPackOptions:
 class GoldenVerifyOptions:
     """Which packs, and what they must be."""
 
-    packs: list[Path] = argument("PACK...", "Files of packs.")
+    packs: list[Path] = argument("PACK...", "Files of packs, or one folder with packs.")
     sha256: str | None = option("--sha256", None, "What the publisher says: the manifest's SHA-256, or its first 16 "
                                 "digits or more.", metavar="HEX")  # fmt: skip
+    index: bool = option("--index", False, "Write index.json into the folder: each pack's hash, size, model, version "
+                         "and device. Later calls compare with it.")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,30 +68,47 @@ def pack(what: GoldenPackOptions, file: PackFileOptions) -> None:
 
 
 def verify(what: GoldenVerifyOptions) -> None:
-    """Check that packs are what their manifests say; print a line for each.
+    """Check that packs are what their manifests say, and those of a folder what its index.json says; a line for each.
 
-    Exit code 0: all are, 1: one has other bytes than its manifest says, or another manifest than --sha256, 2: one is
-    no pack, or cannot be read.
+    Exit code 0: all are, 1: one has other bytes than its manifest says, or another manifest than --sha256 or the
+    index, 2: one is no pack, is missing, or cannot be read.
     """
     from vllm_accprobe.dump.files import DumpError
     from vllm_accprobe.formats.io.pack_file import PackAltered, verify
+    from vllm_accprobe.golden.history import COLLECTION, index_entry, packs_in, read_index
+    from vllm_accprobe.report.text import safe
+    from vllm_accprobe.whole_file import whole
 
-    if what.sha256 is not None and (len(what.sha256) < 16 or len(what.packs) > 1):
+    folder = what.packs[0] if len(what.packs) == 1 and what.packs[0].is_dir() else None
+    if what.index and folder is None:
+        raise CommandError("--index is of one folder with packs: name it")
+    if what.sha256 is not None and (len(what.sha256) < 16 or len(what.packs) > 1 or folder is not None):
         raise CommandError("--sha256 takes 16 digits or more, of one pack")
-    code, found = 0, []
-    for path in what.packs:
+    named = read_index(folder) if folder is not None and not what.index else {}
+    packs = what.packs if folder is None else list(dict.fromkeys([*packs_in(folder), *(folder / n for n in named)]))
+    code, found, entries = 0, [], {}
+    for path in packs:
         try:
             manifest, digest = verify(path)
-            if what.sha256 is not None and not digest.startswith(what.sha256.lower()):
-                raise PackAltered(f"{path}: its manifest has the SHA-256 {digest}, not {what.sha256}")
-            typer.echo(f"PASS: {path}: {_about(manifest)}; manifest {digest[:16]}")
+            name = "" if folder is None else path.relative_to(folder).as_posix()
+            due = named.get(name) if named else what.sha256
+            if due is None and named:
+                raise PackAltered(f"{path} is not in {COLLECTION}: write it again with --index")
+            if due is not None and not digest.startswith(due.lower()):
+                raise PackAltered(f"{path}: its manifest has the SHA-256 {digest}, not {due}")
+            entries[name] = index_entry(manifest, digest, path.stat().st_size)
+            typer.echo(f"PASS: {safe(path, _LONG)}: {_about(manifest)}; manifest {digest[:16]}")
             found.append({"pack": path, "verdict": "pass", "sha256": digest})
         except DumpError as e:
             code = max(code, 1 if isinstance(e, PackAltered) else 2)
-            if len(what.packs) == 1 and code == 2:
+            if len(packs) == 1 and code == 2:
                 raise
-            typer.echo(f"FAIL: {e}")
+            typer.echo(f"FAIL: {safe(e, _LONG)}")
             found.append({"pack": path, "verdict": "fail", "why": str(e)})
+    if what.index and folder is not None and code == 0:
+        with whole(folder / COLLECTION) as part:
+            part.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+        say_written(folder / COLLECTION)
     answer(packs=found)
     raise typer.Exit(code)
 

@@ -308,7 +308,7 @@ class Module:
 
 FORWARD = "forward"
 """Attribute of modules with parts: role → formula of what the module's own code makes of its inputs and its parts'
-outputs (capture/taps/formulas.py); {} where that was not followed."""
+outputs (capture/taps/formulas.py); {} where that was not followed. Also the name of the reference that evaluates it."""
 OWN_REQUEST = "accprobe-asks"
 """What the gate calls the request by which it asks a server whether it can answer with named tokens: nobody's prompt,
 which is neither captured nor compared."""

@@ -32,6 +32,13 @@ _MOST_LINE = 64 << 20
 _LARGEST = float(np.finfo(np.float32).max)
 _NOT_HERE = ("images", "conversations", "body", "url")
 """Fields of a prompt that name files, or other forms than `send` keeps."""
+_MESSAGE: Mapping[str, Any] = {
+    "role": str, "content": (str, list), "name": str, "tool_calls": list, "tool_call_id": str, "tools": list,
+    "reasoning": str, "reasoning_content": str,
+}  # fmt: skip
+"""Fields of a message that a server reads [vLLM: entrypoints/chat_utils.py]. Media are read from its content alone."""
+_INLINE = {kind: f"data:{kind.removesuffix('_url')}/" for kind in ("image_url", "video_url", "audio_url")}
+"""How the address of such a part begins where the bytes are in it."""
 
 
 @dataclass(frozen=True)
@@ -156,19 +163,27 @@ def _checked(one: _PackedPrompt, passes: int) -> _PackedPrompt:
         if len(r.logprobs) != len(r.token_ids) or len(r.top) not in (0, len(r.token_ids)):
             raise DecodeError("a reply has other numbers of tokens and log-probabilities")
         _check_numbers(r)
-    if wrong := next((key for key in _NOT_HERE if key in one.prompt), ""):
+    check_prompt(one.prompt)
+    return one
+
+
+def check_prompt(prompt: Mapping[str, Any]) -> None:
+    """Raises DecodeError for a prompt that names a file or an address, and for fields of messages that no server
+    reads: a pack carries neither."""
+    if wrong := next((key for key in _NOT_HERE if key in prompt), ""):
         raise DecodeError(f"a prompt has the field {wrong}")
-    messages = one.prompt.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise DecodeError("a prompt has a message with other fields than role and content")
-        content = message["content"]
-        if not isinstance(content, (str, list)):
-            raise DecodeError("a prompt has a message whose content is neither a text nor a list")
+    messages = prompt.get("messages")
+    for message in messages if isinstance(messages, (list, tuple)) else ():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DecodeError("a prompt has a message without a role")
+        if strange := next((key for key in message if key not in _MESSAGE), None):
+            raise DecodeError(f"a prompt has a message with the field {strange[:40]!r}")
+        if wrong := next((k for k, v in message.items() if v is not None and not isinstance(v, _MESSAGE[k])), ""):
+            raise DecodeError(f"a prompt has a message whose {wrong} is neither a text nor a list")
+        content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if not isinstance(part, dict) or not (_is_text(part) or _is_inline(part)):
                 raise DecodeError("a prompt has an image that is not in the pack itself")
-    return one
 
 
 def _check_numbers(reply: _PackedReply) -> None:
@@ -186,10 +201,12 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 
 
 def _is_inline(part: Mapping[str, Any]) -> bool:
-    image = part.get("image_url")
-    url = image.get("url") if isinstance(image, dict) else None
-    known = set(part) <= {"type", "image_url"} and part.get("type") == "image_url"
-    return known and isinstance(url, str) and url.startswith("data:image/")
+    kind = part.get("type")
+    media = part.get(kind) if isinstance(kind, str) else None
+    if not isinstance(media, dict) or set(part) != {"type", kind}:
+        return False
+    url = media.get("url")
+    return isinstance(url, str) and url.startswith(_INLINE.get(str(kind), "\0"))
 
 
 def _reply(name: str, packed: _PackedReply) -> Reply:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,68 @@ from vllm_accprobe.refusals import CommandError
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+          "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # fmt: skip
 """Bytes of the dtypes that are read; others are those of quantised checkpoints."""
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_SCALES = ("_scale_inv", "_scale")
+"""Behind the name of a tensor in fp8: what each of its numbers is multiplied by."""
+_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale")
+"""Names of scales of activations and caches, which are not quantised here."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Chosen: of each shard, evenly spread from its first byte to its last; read in milliseconds."""
+_MAPPED = 1 << 27
+"""Chosen: bytes of a shard that are read until it is closed and opened again."""
 _DO = "name a checkpoint in bfloat16, float16 or float32"
 
 
 @dataclass(frozen=True)
 class ShardTensor:
-    """Where a tensor lies."""
+    """Where a tensor lies. scale: of one in fp8, the name of its scale; else empty."""
 
     shard: Path
     nbytes: int
+    scale: str = ""
+
+
+def block_of(quantization: Any) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that share a scale, by a config's quantization_config; None where each tensor or
+    each row has its own. Raises CommandError for what is no fp8 of weights."""
+    found = quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
+    method = str(getattr(found.get("quant_method"), "value", found.get("quant_method")))
+    if method == "fp8":
+        block = found.get("weight_block_size")
+    elif method == "compressed-tensors" and found.get("format") == "float-quantized":
+        groups = found.get("config_groups")
+        weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, Mapping) else []
+        if any((w.get("type"), w.get("num_bits")) != ("float", 8) for w in weights):
+            raise CommandError("its weights are compressed otherwise than to 8 bits of float")
+        block = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
+    else:
+        raise CommandError(f"{method} {found.get('format') or ''}".rstrip())
+    if block is None:
+        return None
+    if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise CommandError(f"blocks of {str(block)[:40]}")
+    return block[0], block[1]
+
+
+def dequantised(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """What a tensor in fp8 stands for, in the scale's dtype: each number times the scale of its tensor, its row, or its
+    block [DeepSeek-V3 technical report, 2024, 3.3.2; compressed-tensors: quantization/lifecycle/forward.py,
+    _dequantize; transformers: integrations/finegrained_fp8.py]. stored: [..., rows, columns]. Raises ValueError."""
+    if scale.numel() == 1:
+        return stored.to(scale.dtype) * scale.reshape(())
+    if scale.dim() == stored.dim() - 1:
+        scale = scale[..., None]
+    for dim in (-2, -1):
+        size, n = stored.shape[dim], scale.shape[dim]
+        if n in (1, size):
+            continue
+        if block is None or n != -(-size // block[dim]):
+            raise ValueError(f"{list(scale.shape)} scales of {list(stored.shape)} numbers, blocks of {block}")
+        scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, size)
+    return stored.to(scale.dtype) * scale
 
 
 def shards_of(model: Path) -> list[Path]:
@@ -83,20 +132,22 @@ class CheckpointTensors:
     """Gives parameters of ``model``, a transformers model whose parameters have no memory. ``read_bytes`` counts what
     was read. Raises CommandError where the files are not those of the model."""
 
-    def __init__(self, folder: Path, model: Any, dtype: torch.dtype):
+    def __init__(self, folder: Path, model: Any, dtype: torch.dtype, block: tuple[int, int] | None = None):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.read_bytes = 0
-        self._model, self._dtype = model, dtype
+        self._model, self._dtype, self._block = model, dtype, block
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._names = model.state_dict()
         self.tensors: dict[str, ShardTensor] = {}
+        self._dtypes: dict[str, str] = {}
         for shard in shards_of(folder):
             self._list(shard)
+        self._scales = self._take_scales()
         self._target = {key: self._renamed(key) for key in self.tensors}
         self._keys: dict[str, list[str]] = {}
         for key, (name, _) in self._target.items():
@@ -111,8 +162,22 @@ class CheckpointTensors:
                     if size is None:
                         raise CommandError(f"{shard}: {key} is {piece.get_dtype()}, of a quantised model; {_DO}")
                     self.tensors[key] = ShardTensor(shard, size * math.prod(piece.get_shape()))
+                    self._dtypes[key] = str(piece.get_dtype())
         except (SafetensorError, OSError) as e:
             raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
+
+    def _take_scales(self) -> dict[str, ShardTensor]:
+        """Name → place of the scales, which are no parameters of the model. Raises CommandError."""
+        names = [key for key, dtype in self._dtypes.items() if dtype in _FP8]
+        for key in names:
+            scale = next((key + end for end in _SCALES if key + end in self.tensors), None)
+            if scale is None:
+                raise CommandError(f"{self.tensors[key].shard}: {key} is {self._dtypes[key]} and has no scale; {_DO}")
+            self.tensors[key] = replace(self.tensors[key], scale=scale)
+        scales = {tensor.scale for tensor in self.tensors.values() if tensor.scale}
+        unused = [key for key in self.tensors if names and key.rpartition(".")[2] in _UNUSED]
+        found = {key: self.tensors.pop(key) for key in {*scales, *unused}}
+        return {key: place for key, place in found.items() if key in scales}
 
     def _renamed(self, key: str) -> tuple[str, str | None]:
         """The parameter of a tensor of the files, and the pattern of the rule that makes it; as transformers does."""
@@ -143,19 +208,23 @@ class CheckpointTensors:
         from transformers.core_model_loading import WeightRenaming, dot_natural_key
 
         found: dict[str, Any] = {}
-        by_shard: dict[Path, list[str]] = {}
+        by_shard: dict[tuple[Path, int], list[str]] = {}
+        opened: dict[Path, int] = {}
         for key in keys:
-            by_shard.setdefault(self.tensors[key].shard, []).append(key)
+            shard = self.tensors[key].shard
+            opened[shard] = opened.get(shard, 0) + self.tensors[key].nbytes
+            by_shard.setdefault((shard, opened[shard] // _MAPPED), []).append(key)
         loaded: dict[str, torch.Tensor] = {}
         try:
-            for shard, inside in by_shard.items():
+            for (shard, _), inside in by_shard.items():
                 with safe_open(shard, "pt") as file:  # closed again: mapped pages count as this process's memory
                     for key in inside:
-                        piece = file.get_slice(key)
-                        tensor = piece[:] if expert is None or _per_expert(key) else piece[expert : expert + 1]
-                        self.read_bytes += tensor.nbytes
+                        tensor = self._part(file, key, expert)
                         float_ = tensor.is_floating_point()
-                        loaded[key] = tensor.to(self._dtype, copy=True) if float_ else tensor.clone()
+                        if scale := self.tensors[key].scale:
+                            loaded[key] = self._dequantised(key, tensor, self._scale(scale, expert))
+                        else:
+                            loaded[key] = tensor.to(self._dtype, copy=True) if float_ else tensor.clone()
         except (SafetensorError, OSError, RuntimeError, ValueError) as e:
             raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
         for key in sorted(loaded, key=dot_natural_key):
@@ -172,6 +241,42 @@ class CheckpointTensors:
         return made
 
 
+    def rows(self, key: str, first: int, after: int) -> torch.Tensor:
+        """Some rows of a tensor of the files, which is a parameter as it is."""
+        try:
+            with safe_open(self.tensors[key].shard, "pt") as file:
+                found = file.get_slice(key)[first:after]
+        except (SafetensorError, OSError) as e:
+            raise CommandError(f"{self.tensors[key].shard} cannot be read: {e}; download it again") from None
+        self.read_bytes += found.nbytes
+        return found.to(self._dtype, copy=True)
+
+    def plain(self, name: str) -> str:
+        """The tensor of the files that a parameter is, without a rule or a scale; "" where there is none."""
+        keys = self.of(name)
+        alone = len(keys) == 1 and self._target[keys[0]][1] is None and not self.tensors[keys[0]].scale
+        return keys[0] if alone else ""
+
+    def _part(self, file: Any, key: str, expert: int | None) -> torch.Tensor:
+        piece = file.get_slice(key)
+        if expert is None or _per_expert(key) or piece.get_shape() in ([], [1]):
+            tensor = piece[:]
+        else:
+            tensor = piece[expert : expert + 1]
+        self.read_bytes += tensor.nbytes
+        return tensor
+
+    def _dequantised(self, key: str, tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        try:
+            return dequantised(tensor, scale, self._block)
+        except ValueError as e:
+            raise CommandError(f"{key} does not fit its scale: {e}; {_DO}") from None
+
+    def _scale(self, key: str, expert: int | None) -> torch.Tensor:
+        with safe_open(self._scales[key].shard, "pt") as file:
+            return self._part(file, key, expert).to(self._dtype)
+
+
 def _per_expert(key: str) -> bool:
     """Whether a tensor of the files is one expert's."""
     return expert_of(key) is not None
@@ -182,6 +287,38 @@ def expert_of(key: str) -> int | None:
     _, found, after = key.rpartition(".experts.")
     number = after.partition(".")[0]
     return int(number) if found and number.isdecimal() else None
+
+
+_ROWS = 1 << 13
+"""Chosen: rows of a wide matrix that are in memory at a time; 134 MB at a width of 4,096."""
+
+
+class StreamedRows:
+    """Stands for a matrix [rows, width] of an embedding or a head: an embedding reads the rows of its tokens, a linear
+    map is computed for `_ROWS` of them at a time, each read when it is used and freed after."""
+
+    def __init__(self, checkpoint: CheckpointTensors, name: str, key: str, shape: torch.Size, dtype: torch.dtype):
+        self.shape, self.dtype, self.device = shape, dtype, torch.device("cpu")
+        self._checkpoint, self._name, self._key = checkpoint, name, key
+
+    def rows(self, first: int, after: int) -> torch.Tensor:
+        return self._checkpoint.rows(self._key, first, after)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        input_, weight, *more = args
+        if func is torch.nn.functional.embedding:  # max_norm and scale_grad_by_freq are of training
+            distinct, place = input_.unique(return_inverse=True)
+            return torch.cat([weight.rows(i, i + 1) for i in distinct.tolist()])[place]
+        if func is torch.nn.functional.linear:
+            bias = more[0] if more else (kwargs or {}).get("bias")
+            out = input_.new_empty((*input_.shape[:-1], weight.shape[0]))
+            for first in range(0, weight.shape[0], _ROWS):
+                some = slice(first, min(first + _ROWS, weight.shape[0]))
+                rows = weight.rows(some.start, some.stop)
+                out[..., some] = torch.nn.functional.linear(input_, rows, None if bias is None else bias[some])
+            return out
+        raise CommandError(f"{weight._name} is read by rows, which {func} cannot: give this process more memory")
 
 
 class StreamedExperts:

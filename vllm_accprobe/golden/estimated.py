@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,23 +27,23 @@ from vllm_accprobe.align.data_flow import OUTPUT, is_choice, is_logits, kind_of
 from vllm_accprobe.align.derived import Derived
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.align.tokens import POSITION_BITS, identity
+from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, Identity, identity
 from vllm_accprobe.comparison.engine import compare, find_standard, open_both
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.measurer import NO_PARTNER, NO_PAYLOAD
-from vllm_accprobe.comparison.measure.read import Loader, Unread
+from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.messages import first_divergence
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
-from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.comparison.plan.unit import Group, Key, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.io.pack_file import is_pack
 from vllm_accprobe.golden.opened import GoldenPack, open_pack
-from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name
-from vllm_accprobe.golden.sketch import Sketch, distances
+from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name, sketched_units, sketches_of
+from vllm_accprobe.golden.sketch import FEW, Sketch, distances, turns_of
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.origins import OriginEntry
@@ -52,6 +53,8 @@ from vllm_accprobe.standards.limits import Limits, Standard
 
 ESTIMATED = "estimated from a sketch"
 OTHER_MATRIX = "sketches of two packs that were made by other signs"
+ALONE = f"in one sketched row alone: its inputs may differ in a few elements unseen, with the chance {FEW:.1e}"
+"""Of an origin that no second sketch agrees with."""
 ROUTED = "sketches behind a router, which do not say which experts were chosen"
 UNREADABLE = "sketched rows whose tensor cannot be read"
 GOLDEN_NONFINITE = "sketched rows where golden holds NaN or infinity: a sketch cannot compare them"
@@ -184,7 +187,7 @@ class _SketchedTensor:
         return "mine" if golden.all() else "one side" if golden.any() else "golden"
 
 
-def _sketches_of(pack: GoldenPack, first: Record, key: tuple[str, str, int]) -> SketchPlace | None:
+def _sketches_of(pack: GoldenPack, first: Record, key: Key) -> SketchPlace | None:
     """The sketches of a tensor under the name that its own tool has for it (transformers' input of down_proj is vLLM's
     output of act_fn); None of one that a mapping puts together of several."""
     while isinstance(first, Derived):
@@ -213,12 +216,15 @@ class _Estimates:
         each = [{k for rows in side.rows.values() for k in rows.keys[rows.keep].tolist()}
                 for side in (self._plan.tokens.golden, self._plan.tokens.mine)]  # fmt: skip
         self._comparable = each[0] & each[1]
+        """Of text: an image's rows do not depend on tokens, and a pack names those alone that it has in full."""
         routed = (u.order for u in self._plan.units if is_routed(u))
         self._routed = min(routed, default=1 << 60)
         self.skipped: Counter[str] = Counter()
-        self.places: dict[tuple[str, str, int], _SketchedTensor] = {}
-        for unit in self._plan.units:
-            if unit.is_param or unit.vision or (found := self._place(unit)) is None:
+        self.places: dict[Key, _SketchedTensor] = {}
+        self._calls: dict[Key, list[Key]] = {}
+        for unit, keys in sketched_units(self._plan):
+            self._calls[unit.key] = keys
+            if unit.is_param or (found := self._place(unit)) is None:
                 continue
             if unit.order > self._routed:
                 self.skipped[ROUTED] += 1
@@ -227,13 +233,19 @@ class _Estimates:
         self._estimate()
 
     def _subjects_of(self, side: int) -> dict[int, int]:
-        """Index of a request in a pack's list → the number that its rows' keys begin with."""
+        """Index of a request or image in a pack's list → the number that its rows' keys begin with."""
         pack = self._sides.packs[side]
         if pack is None:
             return {}
-        numbers = {identity((g, m)[side]): i for i, (g, m, _) in enumerate(self._plan.requests.pairs)}
-        requests = (self._dumps[side].requests.get(at) for at in pack.sketches.requests)
-        return {i: numbers[identity(r)] for i, r in enumerate(requests) if r is not None and identity(r) in numbers}
+        of = (self._plan.tokens.golden, self._plan.tokens.mine)[side]
+        numbers: dict[tuple[Identity, int | None], int] = dict(of.images)  # type: ignore[arg-type]
+        numbers |= {(identity((g, m)[side]), None): i for i, (g, m, _) in enumerate(self._plan.requests.pairs)}
+        found = {}
+        for i, (rank, number, image) in enumerate(pack.sketches.subjects):
+            request = self._dumps[side].requests.get((rank, number))
+            if request is not None and (identity(request), image) in numbers:
+                found[i] = numbers[identity(request), image]
+        return found
 
     # --- rows of both sides ----------------------------------------------------------------------------------------
 
@@ -259,7 +271,7 @@ class _Estimates:
             found.append(self._sketched(i, at) if at is not None else self._full(i, unit, place, found[0] if i else {}))
         if side == 1 and not both:  # golden's rows are sketched by mine's list
             found[0] = self._full(0, unit, place, found[1])
-        shared = sorted(found[0].keys() & found[1].keys() & self._comparable)
+        shared = sorted(found[0].keys() & found[1].keys() & (found[0].keys() if unit.vision else self._comparable))
         if not shared:
             return None
         known = [k for k in shared if any(math.isfinite(np.float32(f[k][0])) for f in found)]
@@ -296,30 +308,18 @@ class _Estimates:
         """The rows ``wanted`` of a side that has them in full, as its partner's sketches are."""
         found: dict[int, tuple[float, np.ndarray, float, int]] = {}
         pack = self._sides.packs[0] if self._sides.packs[0] is not None and side == 1 else self._sides.packs[1]
-        rows = (self._plan.tokens.golden, self._plan.tokens.mine)[side].rows
+        rows = (self._plan.tokens.golden, self._plan.tokens.mine)[side]
         keys = np.fromiter(wanted, np.int64, len(wanted))
-        signs = None
-        for number, group in enumerate((unit.golden, unit.mine)[side]):
-            if group.where is None or not group.readable or group.where not in rows:
+        assert pack is not None
+        signs = cache(lambda: pack.sketches.signs(place))
+        groups = (unit.golden, unit.mine)[side]
+        of = sketches_of(groups, rows, self._loaders[side], keys, lambda n: signs() if n == place.width else None)
+        for number, those, some in of:
+            if some is None:
+                self.skipped[UNREADABLE] += len(those)
                 continue
-            there = rows[group.where]
-            at = np.flatnonzero(there.keep & np.isin(there.keys, keys))
-            if not len(at):
-                continue
-            try:
-                block = self._loaders[side].load(group)
-            except Unread:
-                self.skipped[UNREADABLE] += len(at)
-                continue
-            if block.data.shape[1] != place.width or len(block.data) != len(there.keys):
-                continue
-            if signs is None:
-                assert pack is not None
-                signs = pack.sketches.signs(place)
-            some = Sketch.of(widen(block.data[at], block.dtype), signs)
-            for i, key in enumerate(there.keys[at].tolist()):
+            for i, key in enumerate(those.tolist()):
                 found[key] = float(some.norm[i]), some.numbers[i], 0.0, number
-        self._loaders[side].forget()
         return found
 
     # --- estimates ---------------------------------------------------------------------------------------------------
@@ -341,11 +341,11 @@ class _Estimates:
                 )
             p.spoilt = finite != mine_finite
 
-    def _known(self, key: tuple[str, str, int]) -> dict[int, float]:
+    def _known(self, key: Key) -> dict[int, float]:
         """Row → the largest relative error that it may have: of a sketch its upper end, of a full row its own."""
         found: dict[int, float] = {}
-        unit = self._measured.get(key)
-        for part in unit.parts if unit is not None else ():
+        units = (self._measured.get(k) for k in self._calls.get(key, [key]))
+        for part in (part for unit in units if unit is not None for part in unit.parts):
             if part.whole or part.skip or not len(part.rows):
                 continue
             rel = np.zeros(len(part.rows))
@@ -360,11 +360,12 @@ class _Estimates:
         return found
 
     def _origins(self) -> list[tuple[int, OriginEntry]]:
-        """(place in the data flow, entry) of each module whose output some row condemns."""
-        inputs: dict[tuple[str, int], list[tuple[str, str, int]]] = defaultdict(list)
-        for unit in self._plan.units:
-            if unit.key[1].startswith("input"):
-                inputs[unit.key[0], unit.key[2]].append(unit.key)
+        """(place in the data flow, entry) of each module whose output some row condemns. Where only one row does, the
+        upper ends of its inputs rest on one sketch each: it is named where no other module is, and says so."""
+        inputs: dict[tuple[str, int], list[Key]] = defaultdict(list)
+        for key in self._calls:
+            if key[1].startswith("input"):
+                inputs[key[0], key[2]].append(key)
         found: dict[str, tuple[int, OriginEntry]] = {}
         for p in self.places.values():
             tap, role, call = p.unit.key
@@ -387,7 +388,15 @@ class _Estimates:
             if rows and (tap not in found or p.unit.order < found[tap][0]):
                 found[tap] = p.unit.order, self._entry(p, rows)
         inner = {outer for tap in found for outer in enclosing(tap) if outer != tap}
-        return sorted((f for tap, f in found.items() if tap not in inner), key=lambda f: f[0])
+        named = sorted((f for tap, f in found.items() if tap not in inner), key=lambda f: f[0])
+        agreed = [f for f in named if ALONE not in f[1]["shape"]]
+        return agreed or named
+
+    @staticmethod
+    def _alone(p: _SketchedTensor, rows: Sequence[tuple[int, float]]) -> bool:
+        """Whether no two rows met other signs: what one sketch hides in an input, all of them may."""
+        positions = p.keys[[i for i, _ in rows]] & POSITION_MASK
+        return not any(p.spoilt[i] for i, _ in rows) and len(set(turns_of(positions, p.width).tolist())) == 1
 
     def _entry(self, p: _SketchedTensor, rows: list[tuple[int, float]]) -> OriginEntry:
         first, most = min(rows, key=lambda r: int(p.keys[r[0]]))
@@ -397,6 +406,8 @@ class _Estimates:
         text = f"{ESTIMATED}: an error of {p.low[first]:.3g} to {p.high[first]:.3g}, about {p.estimate[first]:.3g}"
         if p.spoilt[first]:
             text = f"{ESTIMATED}: NaN or infinity in {p.spoilt_side(np.array([first]))} only"
+        if self._alone(p, rows):
+            text += f"; {ALONE}"
         size = float(p.low[first]) if not p.spoilt[first] else math.inf
         tap, role, _ = p.unit.key
         return {
@@ -471,8 +482,9 @@ class _Estimates:
         entries = list(result.origins)
         for place, entry in origins:
             if entry["module"] not in known:
-                before = next((i for i, o in enumerate(entries) if order.get(o["module"], 1 << 60) > place),
-                              len(entries))  # fmt: skip
+                outer = set(enclosing(entry["module"]))
+                before = next((i for i, o in enumerate(entries) if o["module"] in outer
+                               or order.get(o["module"], 1 << 60) > place), len(entries))  # fmt: skip
                 entries.insert(before, entry)
         skipped = Counter(result.coverage.get("skipped", {}))
         skipped.subtract(freed)

@@ -18,12 +18,15 @@ from typing import Any
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import FAIL, CompareError, Comparison
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io.pack_file import is_pack, verify
 from vllm_accprobe.golden.estimated import ESTIMATED, OTHER_MATRIX, compared_sides
 
 ENDING = ".golden"
+COLLECTION = "index.json"
+"""The index of a folder of packs."""
+_MOST_INDEX = 64 << 20
 FIRST, EQUAL, WITHIN, DIFFERS, UNREADABLE = "first", "equal", "within limits", "differs", "cannot be compared"
 ONLY_SKETCHED = "equal in full rows; sketches show no difference"
 _TEXT = 60
@@ -52,9 +55,7 @@ class HistoryLine:
 def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -> list[HistoryLine]:
     """Of all packs in a folder and the folders in it, model by model. progress: gets a line for each comparison. Raises
     DumpError where there is none."""
-    packs = sorted(p for p in folder.rglob(f"*{ENDING}") if is_pack(p)) if folder.is_dir() else []
-    if not packs:
-        raise DumpError(f"{folder} has no pack: name a folder with files *{ENDING}")
+    packs = packs_in(folder)
     lines: list[HistoryLine] = []
     models: dict[tuple[str, str], list[_Found]] = defaultdict(list)
     for path in packs:
@@ -72,6 +73,36 @@ def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -
             lines.append(_line(folder, before, path, about))
             before = path
     return lines
+
+
+def packs_in(folder: Path) -> list[Path]:
+    """Of a folder and the folders in it. Raises DumpError where there is none."""
+    found = sorted(p for p in folder.rglob(f"*{ENDING}") if is_pack(p)) if folder.is_dir() else []
+    if not found:
+        raise DumpError(f"{folder} has no pack: name a folder with files *{ENDING}")
+    return found
+
+
+def index_entry(manifest: Mapping[str, Any], digest: str, size: int) -> dict[str, Any]:
+    """What a collection's index says of a pack. digest: of its manifest; size: of the file."""
+    about = {"model": ("model", "path"), "class": ("model", "class"), "dtype": ("model", "dtype"),
+             "vllm": ("versions", "vllm"), "device": ("device", "name"), "date": ("start_time",)}  # fmt: skip
+    found = {name: manifest_text(manifest, *keys) for name, keys in about.items()}
+    return {"sha256": digest, "bytes": size, **{k: v for k, v in found.items() if v}}
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Pack, by its path in the folder → the digest that the collection's index has; {} where there is none. Raises
+    DumpError."""
+    path = folder / COLLECTION
+    if not path.is_file():
+        return {}
+    found = object_in(path, _MOST_INDEX)
+    inside = all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in found)
+    hashed = all(isinstance(of, dict) and re.fullmatch("[0-9a-f]{64}", str(of.get("sha256"))) for of in found.values())
+    if not (found and inside and hashed):
+        raise DumpError(f"{path} is no index of packs: write it again with `accprobe golden verify {folder} --index`")
+    return {name: of["sha256"] for name, of in found.items()}
 
 
 def _model(manifest: Mapping[str, Any]) -> tuple[str, str]:

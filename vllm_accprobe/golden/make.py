@@ -27,6 +27,7 @@ import numpy as np
 from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmSelection, literal
 from vllm_accprobe.config import Ranges
+from vllm_accprobe.dump.decode import DecodeError
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import Record, hash_tokens
@@ -41,7 +42,7 @@ from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import SendSettings
 from vllm_accprobe.golden import prompts
-from vllm_accprobe.golden.answers import to_text
+from vllm_accprobe.golden.answers import check_prompt, to_text
 from vllm_accprobe.golden.pack import PackSummary, RequestShape, pack, rows_wanted
 from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.waiting import progress, waiting
@@ -297,8 +298,9 @@ def make(
     """Writes the pack ``out`` of the model that ``command`` serves. work: a folder for the dump and the answers. Raises
     NotServed, SendError, GoldenError, DumpError, OSError."""
     began = time.monotonic()
+    own = own_lines(how.prompts) if how.prompts else []
     with golden_server("golden", command, work, how, environ, gigabytes) as server:
-        lines = lines_for(server.sender, how, model)
+        lines = own or lines_for(server.sender, model)
         score = server.sender.can(passes.client.SCORED)
         free = Forcing(score=score)
         answers = server.send(ANSWERS, lines, free, "golden answers", chats=rendering.chats(lines))
@@ -415,11 +417,19 @@ def keep_requests(dump: Dump, names: Collection[str]) -> None:
     dump.cached = [(rank, one) for rank, one in dump.cached if (rank, one.step) in steps]
 
 
-def lines_for(sender: Sender, how: SendSettings, model: str) -> list[PromptLine]:
-    """The user's prompts, or those that ship with us, as far as the server can read them. Raises PromptsError,
-    ServerLost."""
-    if how.prompts:
-        return prompts_file.read(how.prompts)
+def own_lines(source: str) -> list[PromptLine]:
+    """The user's prompts. Raises PromptsError for those that a pack cannot carry, too, OSError."""
+    found = prompts_file.read(source)
+    for line in found:
+        try:
+            check_prompt(line.to_json())
+        except DecodeError as e:
+            raise prompts_file.PromptsError(f"{source}, {line.name}: {e}: a pack cannot carry it") from None
+    return found
+
+
+def lines_for(sender: Sender, model: str) -> list[PromptLine]:
+    """The prompts that ship with us, as far as the server can read them. Raises ServerLost."""
     config = preflight.config_of(model)
     texts = prompts.texts()
     if sender.tokenized(texts[0]) is None:

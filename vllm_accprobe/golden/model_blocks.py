@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vllm_accprobe.capture.padded_batch import language_path
+from vllm_accprobe.golden.checkpoint import block_of
 from vllm_accprobe.refusals import CommandError, one_line
 
 _WORK_ROWS = 40
@@ -28,12 +29,14 @@ up to 5.5 widths, attention's four, and copies."""
 _FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn))
 _LARGE = 1 << 26
 """Elements of a tensor that no buffer has; chosen."""
+_WIDE = 1 << 28
+"""Chosen: bytes of an embedding or a head from which on it is read by rows."""
 _BASE = 8e8
 """Memory of torch and transformers, measured."""
 
 
-def built(folder: Path, dtype: torch.dtype) -> Any:
-    """The model of config.json in ``folder``. Raises CommandError."""
+def built(folder: Path, dtype: torch.dtype) -> tuple[Any, tuple[int, int] | None]:
+    """(the model of config.json in ``folder``, the blocks of its fp8 weights). Raises CommandError."""
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < 5:
@@ -47,16 +50,23 @@ def built(folder: Path, dtype: torch.dtype) -> Any:
     except Exception as e:  # whatever a stranger's file makes it raise
         why = f"transformers {transformers.__version__} cannot use it without code of its own, which is not run"
         raise CommandError(f"{file}: {why}: {one_line(e)}") from None
+    block = None
     if (method := getattr(config, "quantization_config", None)) is not None:
-        kind = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", "")
-        raise CommandError(f"{folder} is quantised ({kind}): name the checkpoint that was quantised, in bfloat16")
+        try:
+            block = block_of(method)
+        except CommandError as e:
+            raise CommandError(
+                f"{folder} is quantised ({e}): only weights in fp8 (fp8, compressed-tensors float-quantized) are read; "
+                "name the checkpoint that was quantised, in bfloat16"
+            ) from None
+        del config.quantization_config  # its layers are built as those of any other, and get what the numbers stand for
     kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     auto = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
     if auto is None:
         raise CommandError(f"{file}: transformers has no language model for {config.model_type}")
     try:
         with _without_memory():
-            return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+            return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval(), block
     except Exception as e:
         raise CommandError(f"{file}: no model can be built from it: {one_line(e)}") from None
 
@@ -116,6 +126,16 @@ class ModelBlocks:
         self.tied = _tied(model)
         self.streamed: dict[str, tuple[str, ...]] = {}
         """Block → its parameters that are read one expert at a time."""
+        self.by_rows: dict[str, str] = {}
+        """Block → its matrix that is read by rows."""
+
+    def stream_rows(self, plain: Callable[[str], str]) -> None:
+        """Of embeddings and heads with more than `_WIDE` bytes, rows are read alone. plain: as CheckpointTensors'."""
+        for path, module in self.modules.items():
+            name = f"{path}.weight"
+            kinds = isinstance(module, (torch.nn.Embedding, torch.nn.Linear)) and path not in self.layers
+            if kinds and self.nbytes(path) > _WIDE and (plain(name) or plain(self.tied.get(name, ""))):
+                self.by_rows[path] = name
 
     def stream_experts(self, larger: int) -> None:
         """Of blocks that need more than ``larger`` bytes, parameters of all experts are read one expert at a time."""
@@ -138,6 +158,8 @@ class ModelBlocks:
     def nbytes(self, path: str) -> int:
         """Memory of a block's parameters while they are read: two of an expert that is read alone, and the copies from
         which the largest one is joined."""
+        if path in self.by_rows:
+            return _WIDE
         alone, total, largest = self.streamed.get(path, ()), 0, 0
         for name, parameter in self.modules[path].named_parameters(prefix=path):
             size = parameter.numel() * self._itemsize

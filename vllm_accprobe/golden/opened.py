@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io.pack_file import INDEX, SKETCHES, dump_in, unpack
 from vllm_accprobe.formats.io.tensor_file import items
 from vllm_accprobe.golden.pack import SketchPlace
-from vllm_accprobe.golden.sketch import NUMBERS, STEP, Sketch, signs_of
+from vllm_accprobe.golden.sketch import KIND, NUMBERS, Sketch, signs_of
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,26 @@ def open_pack(path: Path, into: Path) -> GoldenPack:
 @dataclass(frozen=True)
 class _Index:
     """sketches.json: places: place → [matrix's name, width, first row, list of rows]; lists: [first, n] of the tensor
-    ``rows``; requests: [rank, number]."""
+    rows``, whose first column counts requests, then images; requests: [rank, number]; images: [rank, number, image]."""
 
     places: dict[str, Annotated[list[Any], exactly(4)]]
     lists: list[tuple[Count, Count]]
     requests: list[tuple[Count, Count]]
+    images: list[tuple[Count, Count, Count]] = field(default_factory=list)
 
 
 class PackedSketches:
-    """A pack's sketches. places: by place; requests: (rank, number in its journal) of each request."""
+    """A pack's sketches. places: by place; subjects: (rank, number in its journal, None) of each request, then (rank,
+    number, image) of each image."""
 
     def __init__(self, pack: GoldenPack):
         self._pack = pack
         try:
             sketch = pack.manifest.get("sketch")
-            if not isinstance(sketch, dict) or (sketch.get("numbers"), sketch.get("step")) != (NUMBERS, STEP):
+            if not isinstance(sketch, dict) or tuple(map(sketch.get, KIND)) != tuple(KIND.values()):
                 raise DecodeError("they are of another kind than this accprobe reads: upgrade it")
             found = decode(_Index, json.loads((pack.home / INDEX).read_bytes()))
-            self.requests = found.requests
+            self.subjects = [*((*at, None) for at in found.requests), *found.images]
             self._lists = found.lists
             tensors = {t.key: t for t in items(pack.home / SKETCHES)}
             if bad := next((t.problem for t in tensors.values() if t.problem), ""):
@@ -94,7 +96,7 @@ class PackedSketches:
             self.places = {name: self._place(p) for name, p in found.places.items()}
             if any(first + n > len(self.rows) for first, n in self._lists):
                 raise DecodeError(f"{INDEX} has a list of rows that are not there")
-            if len(self.rows) and not (self.rows[:, 0].min() >= 0 and self.rows[:, 0].max() < len(self.requests)):
+            if len(self.rows) and not (self.rows[:, 0].min() >= 0 and self.rows[:, 0].max() < len(self.subjects)):
                 raise DecodeError(f"{SKETCHES} names a request that is not there")
         except (ValueError, RecursionError, DumpError) as e:
             raise DumpError(f"{pack.path}: its sketches cannot be used: {' '.join(str(e).split())[:200]}") from None

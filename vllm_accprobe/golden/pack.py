@@ -20,18 +20,19 @@ import time
 import zipfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK
+from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, SideRows, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
-from vllm_accprobe.comparison.plan.unit import SAMPLER, Unit
+from vllm_accprobe.comparison.plan.unit import SAMPLER, Group, Key, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError, HeaderEntry, build_header
@@ -39,6 +40,7 @@ from vllm_accprobe.dump.journal import KINDS, TensorHead, is_operator
 from vllm_accprobe.dump.journal_writer import encode
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import (
+    DEALT,
     JOURNAL,
     PREFILL,
     ROOT_TAP,
@@ -54,10 +56,13 @@ from vllm_accprobe.dump.schema import (
     segment_name,
 )
 from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, MOST, PROMPTS, SKETCHES, VERSION
-from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, STEP, Sketch, signs_of
+from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, Sketch, signs_of, turned
+from vllm_accprobe.golden.sketch import KIND as KIND_OF_SKETCH
 from vllm_accprobe.whole_file import whole
 
 MB = 1_000_000
+VISION = "vision"
+"""Begins the name of the rows of images."""
 _RANDOM = 3
 """Chosen: random rows of a prompt, and as many of its answer, that are wanted in full."""
 _ONCE_A_ROW = 256
@@ -75,10 +80,10 @@ _FEWEST = 16
 SKETCH_SHARE = 0.25
 """Chosen: of the budget, what sketches may take."""
 IMAGE_SHARE = 0.25
-"""Chosen: of what full rows may take, those of images at most."""
-BUDGET, NARROW, NO_ROWS, OPERATORS, IMAGES, WEIGHT_ROWS, PARAMETERS, UNREADABLE = (
+"""Chosen: of what full rows may take, and of what sketches may take, those of images at most."""
+BUDGET, NARROW, NO_ROWS, OPERATORS, WEIGHT_ROWS, PARAMETERS, UNREADABLE = (
     "full rows beyond the budget", "sketches of integers, or of rows of fewer than 16 elements",
-    "tensors without rows", "tensors of operator calls", "sketches of images' rows",
+    "tensors without rows", "tensors of operator calls",
     "which rows of a weight differ", "values of parameters", "tensors whose payload cannot be read",
 )  # fmt: skip
 SKETCH_BUDGET = "sketches beyond the budget"
@@ -139,6 +144,11 @@ def rows_wanted(requests: Sequence[RequestShape], seed: int) -> RowChoice:
     return RowChoice(tuple((i, w[n]) for n in range(most) for i, w in enumerate(turned) if n < len(w)))
 
 
+def in_turn(lists: Iterable[Sequence[int]]) -> list[int]:
+    """The first of each list, then the second of each, and so on."""
+    return [key for some in zip_longest(*lists) for key in some if key is not None]
+
+
 def _wanted(r: RequestShape, seed: int) -> list[int]:
     last, end = r.prompt_len - 1, r.prompt_len + r.generated
     prompt, answer = (by_draw(range(*span), r.prompt, seed) for span in ((0, r.prompt_len), (r.prompt_len, end)))
@@ -170,7 +180,23 @@ class SketchPlace:
     rows: int
 
 
-def place_name(key: tuple[str, str, int]) -> str:
+def sketched_units(plan: Plan) -> list[tuple[Unit, list[Key]]]:
+    """The units, each with the keys that it stands for. Images are sketched by tensor, whatever call they were in: two
+    servers need not batch them alike."""
+    found: list[tuple[Unit, list[Key]]] = []
+    first: dict[tuple[str, str], int] = {}
+    for unit in plan.units:
+        at = first.setdefault(unit.key[:2], len(found)) if unit.vision else len(found)
+        if at == len(found):
+            found.append((unit, [unit.key]))
+            continue
+        of, keys = found[at]
+        golden = [*of.golden, *(g for g in unit.golden if g not in of.golden)]
+        found[at] = replace(of, golden=golden, mine=[*of.mine, *unit.mine]), [*keys, unit.key]
+    return found
+
+
+def place_name(key: Key) -> str:
     """``tap/role#call``, of golden's names."""
     return f"{key[0]}/{key[1]}#{key[2]}"
 
@@ -249,6 +275,10 @@ class _KeptCall:
     cost: int = 0
     rows: set[int] = field(default_factory=set)
 
+    @property
+    def vision(self) -> bool:
+        return (self.records[0].rows or "").startswith(VISION)
+
 
 class _Packing:
     """What is known of a dump before a budget is."""
@@ -257,10 +287,10 @@ class _Packing:
         self.dump, self.seed = dump, seed
         self.plan: Plan = make_plan(dump, dump)
         side = self.plan.tokens.mine
-        self.keys = {(rank, step, name): side.rows.get((side.cells.get(rank, 0), step, name))
-                     for rank, step, name in dump.rows}  # fmt: skip
+        self.keys = {at: side.of(*at) for at in dump.rows}
         self.requests: list[Request] = [g for g, _, _ in self.plan.requests.pairs]
-        self.order = self._order()
+        self.wanted, self.order = self._order()
+        self.wanted_images, self.order_of_images = self._order_of_images()
         if not self.order:
             raise DumpError(f"{dump.path} says of no row whose it is: a pack is made of a dump with rows of requests")
         self.left_out: Counter[str] = Counter()
@@ -271,11 +301,12 @@ class _Packing:
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
-    def _order(self) -> list[int]:
-        """The keys of all comparable rows of text: those that are wanted, then the others as they are drawn."""
+    def _order(self) -> tuple[list[int], list[int]]:
+        """The keys of rows of text: (those that are wanted in full, all that are comparable: the others as they are
+        drawn)."""
         there: dict[int, list[int]] = defaultdict(list)
         for (_, _, name), rows in self.keys.items():
-            if rows is not None and not name.startswith("vision"):
+            if rows is not None and not name.startswith(VISION):
                 for key in rows.keys[rows.keep].tolist():
                     there[key >> POSITION_BITS].append(key & POSITION_MASK)
         ends: dict[tuple[str, str], set[int]] = defaultdict(set)
@@ -289,13 +320,27 @@ class _Packing:
             generated = max([p + 1 - r.prompt_len for p in have if p >= r.prompt_len], default=0)
             chunks = tuple(sorted(ends[r.internal_id, r.prompt] - {r.prompt_len - 1}, reverse=True))
             shapes.append(RequestShape(r.prompt_len, generated, chunks, r.prompt))
-        self.wanted = [
-            i << POSITION_BITS | p for i, p in rows_wanted(shapes, self.seed).rows if p in set(there.get(i, ()))
-        ]
-        drawn = [by_draw(set(there.get(i, ())), r.prompt, self.seed) for i, r in enumerate(self.requests)]
-        most = max(map(len, drawn), default=0)
-        rest = (i << POSITION_BITS | d[n] for n in range(most) for i, d in enumerate(drawn) if n < len(d))
-        return list(dict.fromkeys([*self.wanted, *rest]))
+        wanted = [i << POSITION_BITS | p for i, p in rows_wanted(shapes, self.seed).rows if p in set(there.get(i, ()))]
+        drawn = ([i << POSITION_BITS | p for p in by_draw(set(there.get(i, ())), r.prompt, self.seed)]
+                 for i, r in enumerate(self.requests))  # fmt: skip
+        return wanted, list(dict.fromkeys([*wanted, *in_turn(drawn)]))
+
+    def _order_of_images(self) -> tuple[list[int], list[int]]:
+        """As `_order`, of images: of each the first row, the last of each kind of rows (patches, merged ones), and some
+        that all kinds have."""
+        there: dict[int, dict[str, int]] = defaultdict(dict)
+        for (_, _, name), rows in self.keys.items():
+            for key in rows.keys[rows.keep].tolist() if rows is not None and name.startswith(VISION) else ():
+                by, kind = there[key >> POSITION_BITS], name.partition(DEALT)[0]
+                by[kind] = max(by.get(kind, 0), (key & POSITION_MASK) + 1)
+        wanted, drawn = [], []
+        for image, by in sorted(there.items()):
+            ends = sorted(by.values(), reverse=True)
+            rows_ = [0, *(n - 1 for n in ends), *by_draw(range(ends[-1]), "", self.seed)[:_RANDOM]]
+            wanted.append([image << POSITION_BITS | p for p in dict.fromkeys(rows_)])
+            drawn.append([image << POSITION_BITS | p for p in by_draw(range(ends[0]), "", self.seed)])
+        some = in_turn(wanted)
+        return some, list(dict.fromkeys([*some, *in_turn(drawn)]))
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
@@ -320,18 +365,20 @@ class _Packing:
             for r in records:
                 maker = first.setdefault((r.rank, r.step, r.hash or f"{r.seq}"), (r.seq, r.role))
                 kept.cost += row_bytes(r) if maker == (r.seq, r.role) else 0
-        self.partly = False
-        """Whether some calls have no full row: all rows are then sketched, of which these have."""
+        self.partly: set[bool] = set()
+        """Of text (False) or images (True) some calls have no full row: all rows are then sketched."""
         self.row_bytes = self._row_bytes()
-        usual = np.median([h.cost for h in self.calls.values() if h.outer and h.cost] or [0])
-        for kept in self.calls.values():
-            kept.outer = kept.outer and bool(kept.cost <= _WIDE * usual)
+        for vision in (False, True):
+            of = [h for h in self.calls.values() if h.vision is vision]
+            usual = np.median([h.cost for h in of if h.outer and h.cost] or [0])
+            for kept in of:
+                kept.outer = kept.outer and bool(kept.cost <= _WIDE * usual)
 
     def _row_bytes(self) -> int:
         """Of one row of every tensor of text, as many ranks as there are."""
         most: dict[tuple[int, str, int], int] = {}
         for (rank, _, tap, call), kept in self.calls.items():
-            if not (kept.records[0].rows or "").startswith("vision"):
+            if not kept.vision:
                 most[rank, tap, call] = max(most.get((rank, tap, call), 0), kept.cost)
         return sum(most.values())
 
@@ -341,7 +388,7 @@ class _Packing:
         spaces: dict[tuple[int, int, str], list[_Call]] = defaultdict(list)
         for call, kept in self.calls.items():
             spaces[call[0], call[1], kept.records[0].rows or ""].append(call)
-        wanted = set(self.wanted)
+        wanted = {*self.wanted, *self.wanted_images}
         found: dict[int, list[_Call]] = defaultdict(list)
         for space, calls in spaces.items():
             rows = self.keys[space]
@@ -351,13 +398,13 @@ class _Packing:
                     found[key] += calls
         return found
 
-    def _kinds(self, room: int) -> set[str]:
+    def _kinds(self, room: int, vision: bool) -> set[str]:
         """The kinds of calls, a tap without its numbers, that are kept in full."""
         cost: Counter[str] = Counter()
         outer: dict[str, bool] = {}
         seen: set[tuple[int, str, int]] = set()
         for (rank, _, tap, call), kept in self.calls.items():
-            if (rank, tap, call) not in seen and not (kept.records[0].rows or "").startswith("vision"):
+            if (rank, tap, call) not in seen and kept.vision is vision:
                 seen.add((rank, tap, call))
                 cost[kind_of_tap(tap)] += kept.cost + _LINE * len(kept.records)
                 outer[kind_of_tap(tap)] = kept.outer
@@ -365,59 +412,36 @@ class _Packing:
 
     def _choose(self, room: int) -> set[int]:
         """Puts rows into the calls that `members` writes, at most ``room`` bytes of them; returns the keys of all rows
-        that some call has. All calls that have any have the same: a judge that sees a module's output and not the
-        module's inside in that row would take what came in for what the module did."""
+        that some call has. Images come before text, which would leave nothing."""
         for kept in self.calls.values():
             kept.rows = set()
-        self.left_out[BUDGET] = 0
-        images, spent = self._images(int(room * IMAGE_SHARE))
-        room -= spent
-        kinds = self._kinds(room)
-        self.partly = any(kind_of_tap(tap) not in kinds for _, _, tap, _ in self.calls)
+        self.left_out[BUDGET], self.partly = 0, set()
         full: set[int] = set()
-        beyond = 0
-        for key in self.wanted:
+        for vision, wanted, share in ((True, self.wanted_images, IMAGE_SHARE), (False, self.wanted, 1.0)):
+            some, spent = self._taken(wanted, int(room * share), vision)
+            full |= some
+            room -= spent
+        return full
+
+    def _taken(self, wanted: list[int], room: int, vision: bool) -> tuple[set[int], int]:
+        """(the rows that fit, their bytes). All calls that have any have the same: a judge that sees a module's output
+        and not the module's inside in that row would take what came in for what the module did."""
+        kinds = self._kinds(room, vision)
+        if any(kind_of_tap(tap) not in kinds for (_, _, tap, _), h in self.calls.items() if h.vision is vision):
+            self.partly.add(vision)
+        full: set[int] = set()
+        left = room
+        for key in wanted:
             calls = [self.calls[c] for c in self._where[key] if kind_of_tap(c[2]) in kinds]
             cost = sum(h.cost + (0 if h.rows else _LINE * len(h.records)) for h in calls)
-            if cost > room or not calls:
-                beyond += len(self._where[key])
-                continue
-            room -= cost
-            full.add(key)
-            for kept in calls:
-                kept.rows.add(key)
-            beyond += len(self._where[key]) - len(calls)
-        self.left_out[BUDGET] += beyond
-        return full | images
-
-    def _images(self, room: int) -> tuple[set[int], int]:
-        """(rows of images, their bytes): of each the first, the last and some drawn, or as many of these as fit; in all
-        calls or in none. They come before those of text, which would leave nothing."""
-        spaces: dict[tuple[int, int, str], list[_KeptCall]] = defaultdict(list)
-        for call, kept in self.calls.items():
-            if (kept.records[0].rows or "").startswith("vision"):
-                spaces[call[0], call[1], kept.records[0].rows or ""].append(kept)
-        found: set[int] = set()
-        left = room
-        for space, calls in spaces.items():
-            rows = self.keys[space]
-            assert rows is not None
-            each: dict[int, list[int]] = defaultdict(list)
-            for key in rows.keys[rows.keep].tolist():
-                each[key >> POSITION_BITS].append(key)
-            order = [[min(of), max(of), *by_draw(of, "", self.seed)[:_RANDOM]] for of in each.values()]
-            for many in (2 + _RANDOM, 2, 1):
-                keys = {k for of in order for k in of[:many]}
-                cost = sum(h.cost * len(keys) + _LINE * len(h.records) for h in calls)
-                if cost <= left:
-                    left -= cost
-                    found |= keys
-                    for kept in calls:
-                        kept.rows = set(keys)
-                    break
-            else:
-                self.left_out[BUDGET] += len(keys) * len(calls)
-        return found, room - left
+            fits = bool(calls) and cost <= left
+            self.left_out[BUDGET] += len(self._where[key]) - (len(calls) if fits else 0)
+            if fits:
+                left -= cost
+                full.add(key)
+                for kept in calls:
+                    kept.rows.add(key)
+        return full, room - left
 
     # --- the file ------------------------------------------------------------------------------------------------
 
@@ -464,7 +488,7 @@ class _Packing:
             **{key: run.get(key) for key in ("model", "versions", "device", "platform", "engine", "parallel")},
             "weights": weights.hexdigest() if self.dump.lives.prints else None,
             "seed": self.seed,
-            "sketch": {"numbers": NUMBERS, "step": STEP, "signs": "SHAKE-128 of seed|place|width"},
+            "sketch": KIND_OF_SKETCH,
             "taps": summary.taps, "rows_full": summary.rows_full, "rows_sketched": summary.rows_sketched,
             "left_out": dict(summary.left_out), "cannot_show": list(CANNOT),
             "members": {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in members.items()},
@@ -569,7 +593,7 @@ class _Packing:
         old = self.dump.rows[rank, step, name]
         if len(at) == old.n:
             return name
-        new = name if name.startswith("vision") else f"{name}/full"
+        new = name if name.startswith(VISION) else f"{name}/full"
         if (step, new) not in spaces:
             ids = tuple(old.ids[i] for i in at.tolist()) if old.ids else ()
             spaces[step, new] = RowSpace(step, new, old.src_rows, tuple(_picked(old, at)), ids)
@@ -659,7 +683,7 @@ def is_outer(tap: str) -> bool:
 
 
 class _Sketches:
-    """Sketches of as many rows as ``room`` bytes allow, of every tensor of text that is a float. Inputs that are an
+    """Sketches of as many rows as ``room`` bytes allow, of every tensor of floats. Inputs that are an
     earlier output to the bit, in every step, have that output's."""
 
     def __init__(self, packing: _Packing, room: int, full: set[int]):
@@ -668,10 +692,9 @@ class _Sketches:
         self._units: list[tuple[Unit, str]] = []
         """(unit, name of its matrix)."""
         made: dict[Any, str] = {}
-        for unit in packing.plan.units:
+        for unit, _ in sketched_units(packing.plan):
             first = unit.mine[0].first
-            if unit.is_param or unit.vision or is_operator(unit.key[0]) or unit.key[0] in (ROOT_TAP, SAMPLER):
-                self.left_out[IMAGES] += unit.vision and not unit.is_param
+            if unit.is_param or is_operator(unit.key[0]) or unit.key[0] in (ROOT_TAP, SAMPLER):
                 continue
             groups = [g for g in unit.mine if g.where is not None and g.readable]
             width = np.prod(first.shape, dtype=np.int64) // max(first.shape[unit.mine[0].row_dim], 1) if groups else 0
@@ -680,10 +703,15 @@ class _Sketches:
                 continue
             prints = tuple((g.moment, g.fingerprint or id(g)) for g in groups)
             self._units.append((unit, made.setdefault(prints, place_name(unit.key))))
-        names = {name for _, name in self._units}
-        order = [key for key in packing.order if packing.partly or key not in full]
-        self.rows = order[: int(room / (BYTES * max(len(names), 1)))]
-        self.left_out[SKETCH_BUDGET] = (len(order) - len(self.rows)) * len(names)
+        self.rows: list[int] = []
+        self.left_out[SKETCH_BUDGET] = 0
+        for vision, every, share in ((True, packing.order_of_images, IMAGE_SHARE), (False, packing.order, 1.0)):
+            cost = BYTES * len({name for unit, name in self._units if unit.vision is vision})
+            order = [key for key in every if cost and (vision in packing.partly or key not in full)]
+            some = order[: int(room * share / max(cost, 1))]
+            self.rows += some
+            self.left_out[SKETCH_BUDGET] += (len(order) - len(some)) * cost // BYTES
+            room -= len(some) * cost
         self.keys_of = {unit.key: None for unit, _ in self._units} if self.rows else {}
         self.taps = {unit.key[0] for unit, _ in self._units} if self.rows else set()
 
@@ -716,7 +744,7 @@ class _Sketches:
         for keys_ in lists:
             spans.append([len(rows), len(keys_)])
             rows += [(k >> POSITION_BITS, k & POSITION_MASK) for k in keys_]
-        index = {"places": places, "lists": spans, "requests": self._numbers()}
+        index = {"places": places, "lists": spans, **self._numbers()}
         data = (np.concatenate(numbers), np.concatenate(norms), np.array(rows, np.int32).reshape(-1, 2))
         return index, _safetensors(dict(zip(("numbers", "norm", "rows"), data, strict=True)))
 
@@ -733,42 +761,58 @@ class _Sketches:
 
     def _unit(self, unit: Unit, name: str, wanted: np.ndarray) -> tuple[np.ndarray, Sketch, int] | None:
         kept: dict[int, tuple[float, np.ndarray]] = {}
-        signs = None
-        rows = self._packing.plan.tokens.mine.rows
-        try:
-            for group in unit.mine:
-                if group.where is None or not group.readable or group.where not in rows:
-                    continue
-                there = rows[group.where]
-                at = np.flatnonzero(there.keep & np.isin(there.keys, wanted))
-                if not len(at):
-                    continue
-                block = self._loader.load(group)
-                if signs is None:
-                    signs = signs_of(self._packing.seed, name, block.data.shape[1])
-                if signs.shape[0] != block.data.shape[1]:
-                    continue
-                some = Sketch.of(widen(block.data[at], block.dtype), signs)
-                for key, norm, number in zip(there.keys[at].tolist(), some.norm, some.numbers, strict=True):
-                    kept[key] = norm, number
-        except Unread:
-            self.left_out[UNREADABLE] += 1
-            return None
-        finally:
-            self._loader.forget()
-        if signs is None:
+        signs: dict[int, np.ndarray] = {}
+
+        def signs_for(width: int) -> np.ndarray | None:
+            if not signs:
+                signs[width] = signs_of(self._packing.seed, name, width)
+            return signs.get(width)
+
+        for _, found, some in sketches_of(unit.mine, self._packing.plan.tokens.mine, self._loader, wanted, signs_for):
+            if some is None:
+                self.left_out[UNREADABLE] += 1
+                return None
+            kept.update(zip(found.tolist(), zip(some.norm, some.numbers, strict=True), strict=True))
+        if not kept:
             return None
         keys = sorted(kept)
         norm = np.array([kept[k][0] for k in keys])
         numbers = np.array([kept[k][1] for k in keys]).reshape(-1, NUMBERS)
-        return np.array(keys, np.int64), Sketch(norm, numbers, np.zeros(len(keys))), len(signs)
+        return np.array(keys, np.int64), Sketch(norm, numbers, np.zeros(len(keys))), next(iter(signs))
 
-    def _numbers(self) -> list[list[int]]:
-        """(rank, number) of each request, by which a reader finds it."""
-        known = {}
-        for at, r in sorted(self._packing.dump.requests.items(), reverse=True):
-            known[r.internal_id, r.id, r.prompt, r.ordinal, r.adapter or ""] = at
-        return [list(known[r.internal_id, r.id, r.prompt, r.ordinal, r.adapter or ""]) for r in self._packing.requests]
+    def _numbers(self) -> dict[str, list[list[int]]]:
+        """By which a reader finds what rows are of: (rank, number) of each request, (rank, number, image) of each
+        image."""
+        known = {identity(r): at for at, r in sorted(self._packing.dump.requests.items(), reverse=True)}
+        first = {subject: (*known[of], k) for (of, k), subject in self._packing.plan.tokens.mine.images.items()}
+        return {"requests": [list(known[identity(r)]) for r in self._packing.requests],
+                "images": [list(first[subject]) for subject in sorted(first)]}  # fmt: skip
+
+
+def sketches_of(
+    groups: Sequence[Group], side: SideRows, loader: Loader, wanted: np.ndarray,
+    signs: Callable[[int], np.ndarray | None],
+) -> Iterator[tuple[int, np.ndarray, Sketch | None]]:  # fmt: skip
+    """Of each group with rows that are ``wanted``: (its number, the keys of these rows, their sketches; None where its
+    payload cannot be read). signs: for a width; None leaves the group out."""
+    try:
+        for number, group in enumerate(groups):
+            there = side.rows.get(group.where) if group.where is not None and group.readable else None
+            at = np.zeros(0) if there is None else np.flatnonzero(there.keep & np.isin(there.keys, wanted))
+            if there is None or not len(at):
+                continue
+            keys = there.keys[at]
+            try:
+                block = loader.load(group)
+            except Unread:
+                yield number, keys, None
+                continue
+            matrix = signs(block.data.shape[1])
+            if matrix is not None and len(block.data) == len(there.keys):
+                rows = turned(widen(block.data[at], block.dtype), keys & POSITION_MASK)
+                yield number, keys, Sketch.of(rows, matrix)
+    finally:
+        loader.forget()
 
 
 _NAMES = {"int16": "I16", "float32": "F32", "int32": "I32"}

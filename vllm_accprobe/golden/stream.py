@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,18 +45,25 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS, RUN_JSON, Segment, Step, hash_tokens
 from vllm_accprobe.dump.writer import DumpCheckpoint
-from vllm_accprobe.golden.checkpoint import CheckpointTensors, StreamedExperts, assign, identity, shards_of
+from vllm_accprobe.golden.checkpoint import (
+    CheckpointTensors,
+    StreamedExperts,
+    StreamedRows,
+    assign,
+    identity,
+    shards_of,
+)
 from vllm_accprobe.golden.model_blocks import ModelBlocks, available_memory, built
-from vllm_accprobe.refusals import CommandError
+from vllm_accprobe.refusals import CommandError, one_line
 from vllm_accprobe.whole_file import whole
 
 ANSWERS = "answers"
 """The folder in the dump with log-probabilities, as `accprobe send` writes it."""
 TOP = 20
-_SCHEMA, _STATE = 1, "state.safetensors"
+_SCHEMA, _STATE = 2, "state.safetensors"
 _NO_BUDGET_GB = 999_999
-_CHUNK = 256
-"""Rows of logits that are computed at a time for log-probabilities alone; chosen."""
+_CHUNK, _LOGITS = 256, 1 << 24
+"""Rows of logits that are computed at a time for log-probabilities alone, and numbers in them; chosen."""
 _FLUSH_S = 3600.0
 
 
@@ -121,9 +128,10 @@ def streamed(
         raise CommandError(f"dtype {dtype}: a streamed golden is in float32 or float64")
     shards_of(model)
     config = ProbeConfig.from_kwargs(dir=str(out), modules=list(modules), parts=list(parts), max_gb=_NO_BUDGET_GB)
-    net = built(model, getattr(torch, dtype))
+    net, block = built(model, getattr(torch, dtype))
     larger = available_memory() // 2 if expert_bytes is None else expert_bytes
-    run = _StreamRun(model, net, ids, lengths, None if rows is None else [set(r) for r in rows], config, larger)
+    files = CheckpointTensors(model, net, getattr(torch, dtype), block)
+    run = _StreamRun(model, net, files, ids, lengths, None if rows is None else [set(r) for r in rows], config, larger)
     run.names = [f"p{n}" for n in range(len(ids))] if names is None else list(names)
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(run.close, "interrupted")  # a later process cuts off what follows the last checkpoint
@@ -190,6 +198,32 @@ def _narrowed(space: Space, wanted: set[int]) -> Space:
     return Space(space.name, space.src, space.padded, ranges, segments)
 
 
+class _Gone(torch.Tensor):
+    """Stands for what a layer before the last one gave, which is not kept. What torch computes of it is one, too."""
+
+
+class _Shared:
+    """What a block is called with that it may leave something in for later blocks: mappings and lists."""
+
+    def __init__(self, kwargs: dict[str, Any]):
+        self._before = {name: dict(v) for name, v in kwargs.items() if isinstance(v, MutableMapping)}
+        self._lists = {name: len(v) for name, v in kwargs.items() if isinstance(v, list)}
+
+    def left(self, kwargs: dict[str, Any]) -> list[Any]:
+        """[argument, key, a copy of its value] of what is new in a mapping."""
+        return [[name, key, _copied(value)] for name, before in self._before.items()
+                for key, value in kwargs[name].items() if before.get(key) is not value]  # fmt: skip
+
+    def changed(self, kwargs: dict[str, Any]) -> str:
+        """Why a list, or a key that is no text and no number, cannot be kept; else empty."""
+        longer = next((name for name, n in self._lists.items() if len(kwargs[name]) != n), "")
+        if longer:
+            return f"adds to the list {longer}"
+        if any(not isinstance(key, (int, str)) for _, key, _ in self.left(kwargs)):
+            return "adds to a mapping by keys that cannot be saved"
+        return ""
+
+
 class _NextBlock(BaseException):
     """Ends a pass at a block whose turn is later. No Exception: a model's forward must not catch it."""
 
@@ -197,13 +231,15 @@ class _NextBlock(BaseException):
 @dataclass
 class _Prompt:
     """How far one prompt is. kept: what the blocks that are no layers gave, by their number; last: what the last layer
-    gave. begun: modules outside blocks whose inputs are taken; finished: how many of their calls are. known: kinds of
-    rows that the journal had when this process began."""
+    gave; left: by block, [argument, key, value] of what it put into a mapping for later ones (Gemma 3n's keys and
+    values). begun: modules outside blocks whose inputs are taken; finished: how many of their calls are. known: kinds
+    of rows that the journal had when this process began."""
 
     rows: PromptRows
     state: StepState | None = None
     kept: dict[int, Any] = field(default_factory=dict)
     last: Any = None
+    left: dict[int, list[Any]] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)
     finished: Counter[str] = field(default_factory=Counter)
     known: frozenset[str] = frozenset()
@@ -215,13 +251,13 @@ class _StreamRun:
     names: list[str]
 
     def __init__(
-        self, folder: Path, model: Any, ids: list[list[int]], lengths: list[int], wanted: list[set[int]] | None,
-        config: ProbeConfig, larger: int,
+        self, folder: Path, model: Any, files: CheckpointTensors, ids: list[list[int]], lengths: list[int],
+        wanted: list[set[int]] | None, config: ProbeConfig, larger: int,
     ):  # fmt: skip
         self._model, self._ids, self._lengths, self._wanted, self._config = model, ids, lengths, wanted, config
         self._blocks, self._larger = ModelBlocks(model), larger
         self._dtype = next(model.parameters()).dtype
-        self._files = CheckpointTensors(folder, model, self._dtype)
+        self._files = files
         self._folder = folder
         # as transformers does: what the files have is not tied
         self._tied = {name: of for name, of in self._blocks.tied.items() if not self._files.of(name)}
@@ -230,6 +266,7 @@ class _StreamRun:
         for number, prompt in enumerate(ids):
             if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
                 raise CommandError(f"prompt {number} has token ids outside 0 to {self._vocabulary - 1} of {folder}")
+        self._chunk = max(1, min(_CHUNK, _LOGITS // self._vocabulary))
         self._chunked = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._recording: Recording | None = None
         self._prompts: list[_Prompt] = []
@@ -255,6 +292,7 @@ class _StreamRun:
             shutil.rmtree(out, ignore_errors=True)
         self._larger = begun[0]["larger"] if begun is not None else self._larger
         self._blocks.stream_experts(self._larger)
+        self._blocks.stream_rows(self._files.plain)
         if self._blocks.streamed:
             self._model.set_experts_implementation("eager")  # takes them by their number
         self._check_memory(progress, 0 if begun is None else begun[0]["files"]["payload"])
@@ -273,7 +311,8 @@ class _StreamRun:
         self._check_stopped()
         self._session = session = self._recording.session
         session.flatten = self._flatten
-        restore = override(session.sink, "line", _drop) if begun is not None else _drop  # the journal has these lines
+        known = ("line", "parameter") if begun is not None else ()  # the journal has these lines
+        restores = [override(session.sink, name, _drop) for name in known]
         taps = Taps(session, self._outside)
         stack.callback(taps.remove)
         taps.attach(self._model, language_path(self._model))
@@ -288,7 +327,8 @@ class _StreamRun:
         for path, module in self._model.named_modules():
             if not f"{path}.".startswith(inside):
                 parameters.layer(path, module)
-        restore()
+        for restore in restores:
+            restore()
         for path, module in self._blocks.modules.items():
             stack.callback(override(module, "forward", self._block(path, module.forward)))
         if begun is None:
@@ -300,7 +340,7 @@ class _StreamRun:
         """written: bytes of the dump's payload that are there."""
         lengths = [len(prompt) for prompt in self._ids]
         scored = max(n - first + 1 for n, first in zip(lengths, self._lengths, strict=True))
-        rows = max(scored, min(_CHUNK, max(lengths)))
+        rows = max(scored, min(self._chunk, max(lengths)))
         need = self._blocks.memory(self._stored, lengths, rows, self._width, self._vocabulary)
         have, total = available_memory(), self._files.stored_bytes(set(self._files.tensors))
         stored = sum(lengths) if self._wanted is None else sum(map(len, self._wanted))
@@ -320,6 +360,8 @@ class _StreamRun:
         self._check_disk(disk)
 
     def _stored(self, path: str) -> int:
+        if path in self._blocks.by_rows:
+            return 0
         return self._files.stored_bytes(self._files.sources(path, self._blocks.streamed.get(path, ())))
 
     def _check_disk(self, need: int) -> None:
@@ -360,7 +402,9 @@ class _StreamRun:
         session.state = state = prompt.state if capture else None
         try:
             ids = torch.tensor([self._ids[number]])
-            return self._model(input_ids=ids, use_cache=False, **({"logits_to_keep": keep} if self._chunked else {}))
+            found = self._model(input_ids=ids, use_cache=False, **({"logits_to_keep": keep} if self._chunked else {}))
+            self._check_read(getattr(found, "logits", None), "the head")
+            return found
         except _NextBlock:
             return None
         finally:
@@ -379,16 +423,25 @@ class _StreamRun:
             assert prompt is not None
             self._number += 1
             if number < done:
+                for name, key, value in prompt.left.get(number, ()):
+                    kwargs[name][key] = _copied(value)
                 return self._gave(prompt, number)
             if number > done:
                 raise _NextBlock
+            self._check_read((args, kwargs), path)
             self._load(path)
-            self._inside = True
+            self._inside, shared = True, _Shared(kwargs)
             try:
                 result = forward(*args, **kwargs)
+            except Exception as e:
+                raise CommandError(f"{path} cannot be computed: {type(e).__name__}: {one_line(e)}") from e
             finally:
                 self._inside = False
+            if why := shared.changed(kwargs):
+                raise CommandError(f"{path} {why}, which another may read: it cannot be streamed")
             if self._session.state is not None:
+                if more := shared.left(kwargs):
+                    prompt.left[number] = more
                 if path in self._blocks.layers:
                     prompt.last = _copied(result)
                 elif not _is_head(path):
@@ -398,14 +451,22 @@ class _StreamRun:
         return run
 
     def _gave(self, prompt: _Prompt, number: int) -> Any:
-        """A copy, which the model may change, of what a block gave. Of layers only the last one's counts: those before
-        give anything of its form."""
+        """A copy, which the model may change, of what a block gave. Of layers only the last one's is kept: those before
+        give it as `_Gone`, which may go into blocks that are done, and nowhere else."""
         if number in prompt.kept:
             return _copied(prompt.kept[number])
         if any(path in self._blocks.layers for path in self._order[number + 1 :]):
-            self._spare = _copied(prompt.last) if self._spare is None else self._spare
+            self._spare = _copied(prompt.last, _Gone) if self._spare is None else self._spare
             return self._spare
         return _copied(prompt.last)
+
+    def _check_read(self, values: Any, where: str) -> None:
+        """Raises CommandError where a value was made of an earlier layer's output."""
+        if _holds_gone(values):
+            raise CommandError(
+                f"{where} reads the output of another layer than the one before it: {type(self._model).__name__} "
+                "cannot be streamed; compute it as a whole (accprobe.Probe)"
+            )
 
     def _outside(self, tap: Tap, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The tap of a module; of one outside blocks, which runs in many passes, what is taken is taken once."""
@@ -420,6 +481,7 @@ class _StreamRun:
             self._seen[first] += 1
             if number < prompt.finished[first]:
                 return forward(*args, **kwargs)
+            self._check_read((args, kwargs), first)
             if first in prompt.begun and not prompt.finished[first]:
                 tap.inputs = _no_inputs  # type: ignore[assignment]
             prompt.begun.add(first)
@@ -456,9 +518,14 @@ class _StreamRun:
         block, tied, streamed_ = self._blocks.modules[path], self._tied, self._blocks.streamed.get(path, ())
         self._loaded = path
         self._meta = dict(block.named_parameters(prefix=path, remove_duplicate=False))
-        found = self._files.read(self._files.sources(path, streamed_))
+        by_rows = self._blocks.by_rows.get(path, "")
+        found = self._files.read(self._files.sources(path, (*streamed_, by_rows)))
         for name in self._meta:
-            if name in streamed_:
+            if name == by_rows:
+                key = self._files.plain(name) or self._files.plain(tied[name])
+                block.__dict__["weight"] = StreamedRows(self._files, name, key, self._meta[name].shape, self._dtype)
+                self._session.sink.skip(path, "read by rows: no fingerprint", "param.weight")
+            elif name in streamed_:
                 holder, _, leaf = name.rpartition(".")
                 parameter = self._meta[name]
                 module = self._model.get_submodule(holder)
@@ -544,8 +611,8 @@ class _StreamRun:
         at = len(ids) - parts[0][0]
         chosen: list[float] = []
         tops: list[tuple[list[int], list[float]]] = []
-        for begin in range(0, at, _CHUNK):
-            stop = min(begin + _CHUNK, at)
+        for begin in range(0, at, self._chunk):
+            stop = min(begin + self._chunk, at)
             rows = self._pass(prompt, torch.arange(begin, stop), capture=False).logits
             self._add(rows, ids[begin + 1 : stop + 1], chosen, tops)
         self._add(logits, ids[at + 1 :], chosen, tops)
@@ -622,6 +689,7 @@ class _StreamRun:
                 "begun": sorted(prompt.begun), "finished": prompt.finished,
                 "kept": {str(k): _packed(v, tensors) for k, v in prompt.kept.items()},
                 "last": _packed(prompt.last, tensors),
+                "left": {str(k): _packed(v, tensors) for k, v in prompt.left.items()},
             })  # fmt: skip
         sink = self._session.sink
         saved = {
@@ -663,10 +731,10 @@ class _StreamRun:
             state = StepState(number, True)
             state.calls, state.seq = one["calls"], one["seq"]
             kept = {int(k): _unpacked(v, tensors) for k, v in one["kept"].items()}
+            left = {int(k): _unpacked(v, tensors) for k, v in one["left"].items()}
             last, finished = _unpacked(one["last"], tensors), Counter(one["finished"])
-            self._prompts.append(
-                _Prompt(self._rows_of(number), state, kept, last, set(one["begun"]), finished, frozenset(one["known"]))
-            )
+            self._prompts.append(_Prompt(self._rows_of(number), state, kept, last, left, set(one["begun"]), finished,
+                                         frozenset(one["known"])))  # fmt: skip
 
 
 def _drop(*_: Any) -> None:
@@ -681,12 +749,19 @@ def _is_head(path: str) -> bool:
     return path.rpartition(".")[2] == "lm_head"
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, kind: type[torch.Tensor] = torch.Tensor) -> Any:
+    """A copy whose tensors are of that kind."""
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        return value.clone().as_subclass(kind)
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_copied(item, kind) for item in value)
     return value
+
+
+def _holds_gone(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_holds_gone, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _Gone)
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
+from vllm_accprobe.dump.schema import FORWARD
 from vllm_accprobe.opcheck.reference import (
     BACKWARD,
     BY_ROWS,
-    FORWARD,
     KERNEL,
     MARKS,
     RECEIVED,

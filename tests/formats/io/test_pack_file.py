@@ -99,6 +99,7 @@ REFUSED: dict[str, tuple[Callable[[Members], Members], str]] = {
     "no manifest": (lambda m: m[1:], "it has no manifest.json"),
     "a manifest of another kind": (lambda m: signed(m, kind="x"), "not the manifest of a golden pack"),
     "a later schema": (lambda m: signed(m, schema=99), "upgrade it"),
+    "a seed that is no number": (lambda m: signed(m, seed=float("nan")), "it has no seed"),
     "no JSON": (lambda m: put(m, MANIFEST, b"{"), "cannot be used"),
     "deep JSON": (lambda m: put(m, MANIFEST, b"[" * 100_000), "nested too deep"),
     "no list of members": (lambda m: put(m, MANIFEST, b'{"kind":"accprobe golden pack","schema":1}'), "members"),
@@ -111,6 +112,7 @@ SKETCHED: dict[str, tuple[Callable[[Members], Members], str]] = {
     "a list behind the end": (lambda m: index(m, lambda i: i.update(lists=[[1 << 40, 1]] * 9)), "not there"),
     "a wide row": (lambda m: index(m, lambda i: i["places"].update(x=["x", 1 << 50, 0, 0])), "rows of"),
     "a negative number": (lambda m: index(m, lambda i: i["places"].update(x=["x", 32, -1, 0])), "has the place"),
+    "an image of no request": (lambda m: index(m, lambda i: i.update(images=[[0, -1, 0]])), "images"),
     "another request": (lambda m: index(m, lambda i: i.update(requests=[])), "a request that is not there"),
     "another tensor": (lambda m: signed(put(m, SKETCHES, header(dict(m)[SKETCHES], other={
         "dtype": "I16", "shape": [0], "data_offsets": [0, 0]}))), "has not the tensors"),

@@ -26,11 +26,11 @@ from vllm_accprobe.comparison.plan.relations import STEPS, Makers
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, FORWARD, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
-from vllm_accprobe.opcheck.reference import FORWARD, Call
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
 from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS, OtherStates
 

@@ -30,7 +30,7 @@ from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import DECODE, PREFILL, Module, Record
+from vllm_accprobe.dump.schema import DECODE, FORWARD, PREFILL, Module, Record
 from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER
@@ -40,7 +40,7 @@ from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.habits.decided import sentence
 from vllm_accprobe.opcheck.proof.decide import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
-from vllm_accprobe.opcheck.reference import FORWARD, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult, grids
 

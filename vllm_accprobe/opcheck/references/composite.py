@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_accprobe.dump.schema import FORWARD
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
-    FORWARD,
     RECEIVED,
     Call,
     Declined,
