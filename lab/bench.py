@@ -86,7 +86,7 @@ class Bench:
             capture_transformers(self.model(model), way.requests(model), out)
         else:
             self._host(way.host).capture(
-                self.model(model), way.requests(model), out=out, fault=faults, how=way.how, **way.engine
+                self.model(model), way.requests(model), out=out, fault=faults, how=way.how, **way.engine_of(model)
             )
         done.touch()
         return out

@@ -36,6 +36,12 @@ class Way:
     asks: Sequence[Ask] = field(default_factory=lambda: TEXT)
     engine: Mapping[str, Any] = field(default_factory=dict)
 
+    def engine_of(self, model: str) -> Mapping[str, Any]:
+        """``engine``, with another MLA backend for float32: the one that vLLM takes with AMX has bfloat16 only."""
+        if model.endswith("deepseek-v2") and self.engine.get("dtype") == "float32":
+            return {**self.engine, "attention_backend": "CPU_MLA"}
+        return self.engine
+
     def requests(self, model: str) -> Sequence[Ask]:
         if self.asks is not TEXT:
             return self.asks

@@ -72,6 +72,20 @@ def test_not_a_number_that_a_vector_may_have_of_any_row() -> None:
         assert [c.tap for c in find_origins(DataFlow([into, out], POOLER), Standard(), {}) if c.trace is out] == blamed
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "blamed"), [(0.5, 0.5, ["down_proj"]), (0.0, 0.5, ["act_fn"]), (0.0, 0.05, [])]
+)
+def test_rows_of_which_nothing_in_front_was_compared_give_way(first: float, last: float, blamed: list[str]) -> None:
+    """As of a pack: some rows of modules, all rows of the best logits, where 0.1 may have piled up."""
+    few, unit = RowSet(KEYS[:3]), 2.0**-8
+    tree = Tree.of(["down_proj", "act_fn"], {})
+    made = TensorErrors("down_proj", "output.0", 0, OUTPUT, 0, 0.01, few, few.keys, np.full(3, first), rounding=unit)
+    into = TensorErrors("act_fn", "input.0", 0, INPUT, 1, 0.01, few, few.keys, np.full(3, first), rounding=unit)
+    out = TensorErrors("act_fn", "output.0", 0, OUTPUT, 2, 0.01, RowSet(KEYS), KEYS[3:], np.full(3, last),
+                       allowed=0.1, rounding=unit)  # fmt: skip
+    assert [c.tap for c in find_origins(DataFlow([made, into, out], tree), Standard(), {})] == blamed
+
+
 RULES = Standard()
 LIMIT = 0.01
 

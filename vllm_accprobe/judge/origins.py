@@ -252,7 +252,8 @@ class Origin:
     hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
     trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
     chance: the probability that machines that only round show this anywhere in the comparison; None where it is not
-    known. unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py)."""
+    known. unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py). blind: what lies in
+    front was compared, but in none of these rows (a pack has the best logits of all rows, the logits of some)."""
 
     tap: str
     trace: TensorErrors
@@ -265,6 +266,7 @@ class Origin:
     steps: np.ndarray = field(default_factory=lambda: _NONE)
     chance: float | None = 0.0
     unproved: bool = False
+    blind: bool = False
 
     @property
     def tier(self) -> str:
@@ -433,11 +435,15 @@ class _Search:
         created |= steps
         if len(sink.own) == len(bad):
             created |= sink.own[bad]
+        blind = _blind(sink, keys, (*sources, *below))
+        created &= ~blind | (err > sink.allowed)  # more than one operator's error may have come in there
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             wrong = keys[created], err[created], explained[created]
             seen = any(source is not sink for source in (*sources, *below))  # else it is not known what went in
-            self.found[tap].append(Origin(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE))
+            self.found[tap].append(
+                Origin(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE, blind=blind[created].all())
+            )
         else:
             self._check_hidden(tap, sink, below)
 
@@ -492,12 +498,20 @@ def owner(tap: str, sink: TensorErrors) -> str:
     return nearest if nearest and inside else tap
 
 
+def _blind(sink: TensorErrors, keys: np.ndarray, sources: Iterable[TensorErrors]) -> np.ndarray:
+    """bool [len(keys)]: rows of ``sink`` in which nothing in front was compared, while it was in others."""
+    known = [s.seen.keys for s in sources if s is not sink and s.rounding and s.kind != PARAM and len(s.seen)
+             and s.vision == sink.vision]  # fmt: skip
+    return ~np.isin(keys, np.concatenate(known)) if known else np.zeros(len(keys), bool)
+
+
 def _sure(created: list[Origin]) -> list[Origin]:
-    """Without signs that are weak where something before has been found: a fault's traces are no correct noise."""
+    """Without signs that are weak, and rows that may have been wrong before, where something before has been found: a
+    fault's traces are no correct noise."""
     out: list[Origin] = []
     for one in created:
         least = COLUMNS_AFTER_ANOTHER if one.hidden is not None and one.hidden.how == COLUMNS else AFTER_ANOTHER
-        if one.hidden is None or not out or one.hidden.strength > least:
+        if not out or (not one.blind if one.hidden is None else one.hidden.strength > least):
             out.append(one)
     return out
 

@@ -14,7 +14,7 @@ from vllm_accprobe.comparison.engine import calibrate, compare, rejudge
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
 from vllm_accprobe.comparison.notes import unseen_routing
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.comparison.verdict.judging import add_undecided, settle
+from vllm_accprobe.comparison.verdict.judging import add_undecided, settle, unrouted
 from vllm_accprobe.judge.calibration import FLOAT32, MARGIN, SECOND_RUN, Calibration, load
 from vllm_accprobe.judge.near_ties import Rerouted
 from vllm_accprobe.judge.tensor_errors import RowErrors
@@ -177,6 +177,20 @@ def test_a_tensor_without_rows_is_left_out_whole():
     assert found.note.startswith("not judged: its step has rows after a router's near tie")
     assert (found.left.all(), errors.err.tolist()) == (True, [0.0])
     assert settled(Rerouted(first={9: 0}), whole=True)[0].left is None
+
+
+@pytest.mark.parametrize(
+    ("first", "note", "left"),
+    [({}, "2 rows whose experts were not compared are not judged", [True, False, False, True]),
+     ({1: 2}, "2 rows after a router's near tie are not judged; 2 rows whose experts were not compared are not judged",
+      [True, False, True, True])],
+)  # fmt: skip
+def test_rows_whose_experts_were_not_compared(first, note, left):
+    found, errors = settled(Rerouted(first=first))
+    assert unrouted(found, RowSet(KEYS), errors, KEYS) is found
+    found = unrouted(found, RowSet(KEYS), errors, KEYS[[1, 2, 1]])
+    assert (found.note, found.left.tolist()) == (note, left)
+    assert errors.err.tolist() == [float(not out) for out in left]
 
 
 def test_logits_alone_tell_which_rows_are_left_out():

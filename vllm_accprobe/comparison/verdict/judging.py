@@ -122,6 +122,18 @@ def settle(
     return RerouteNote(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
 
 
+def unrouted(settled: RerouteNote, rows: RowSet, errors: RowErrors, routed: np.ndarray) -> RerouteNote:
+    """Also leaves out rows that are not among the ``routed``, whose experts were compared: a pack has the best logits
+    of all rows, and experts of some."""
+    unseen = ~np.isin(rows.keys, routed)
+    if len(errors.err) != len(unseen) or not unseen.any():
+        return settled
+    _forgive(errors, unseen)
+    note = f"{int(unseen.sum())} rows whose experts were not compared are not judged"
+    left = unseen if settled.left is None else unseen | settled.left
+    return RerouteNote("; ".join(filter(None, (settled.note, note))), left, settled.own)
+
+
 def add_undecided(
     part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float
 ) -> None:
@@ -458,6 +470,7 @@ class _Judge:
     replicas: int = 0
     rerouted: Rerouted = field(default_factory=Rerouted)
     chosen: blame.Chosen = field(default_factory=dict)
+    routed: list[np.ndarray] = field(default_factory=list)
 
     def run(self) -> Comparison:
         setting = self.measured.setting
@@ -614,6 +627,11 @@ class _Judge:
             if self.rerouted.first or not one[0].identical else _UNMOVED
             for one in each
         ]  # fmt: skip
+        if is_choice(unit.key[1], unit.cls):
+            self.routed += [own_rows.keys for own_rows in rows if len(own_rows.keys)]
+        if unit.key[0] == SAMPLER and self.routed:
+            routed = np.concatenate(self.routed)
+            settled = [unrouted(*one, routed) for one in zip(settled, rows, errors, strict=True)]
         for part, own_rows, error, total in zip(parts, rows, errors, totals, strict=True):
             add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row)
         self._add(unit, unit.parts, errors, limits, [s.note for s in settled])

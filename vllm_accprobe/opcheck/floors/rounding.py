@@ -112,8 +112,8 @@ def _more(a: int, b: int) -> bool:
 
 def judge(
     reference: Tensor, mine: Tensor, dtype: str, *,
-    noise: Tensor | None = None, last: float | None = None, common: float = 0.0, exact: Tensor | None = None,
-    strict: bool = False, **more: Any,
+    noise: Tensor | None = None, bound: Tensor | None = None, last: float | None = None, common: float = 0.0,
+    exact: Tensor | None = None, strict: bool = False, **more: Any,
 ) -> Verdict:  # fmt: skip
     """verdict.judge, which knows rounding to nearest, with truncation allowed for: its arguments, and its verdict with
     ``rounding`` TOWARD_ZERO where that is how mine was rounded, or EARLIER where nothing but a truncated intermediate
@@ -123,10 +123,10 @@ def judge(
     strict: truncation fails, with the measure ROUNDING where it is proved, and by the limits of rounding to nearest
     where these are passed."""
 
-    def judged(y: Tensor, noise: Tensor | None) -> Verdict:
-        return judge_nearest(y, mine, dtype, noise=noise, last=last, common=common, **more)
+    def judged(y: Tensor, noise: Tensor | None, bound: Tensor | None) -> Verdict:
+        return judge_nearest(y, mine, dtype, noise=noise, bound=bound, last=last, common=common, **more)
 
-    nearest = judged(reference, noise)
+    nearest = judged(reference, noise, bound)
     if last == 0.0 or dtype not in LOW or nearest.nonfinite_mismatch or not reference.is_floating_point():
         return nearest
     source = reference if exact is None else exact
@@ -141,7 +141,10 @@ def judge(
         return replace(nearest, rounding=how) if how else nearest
     # what was truncated on the way is off by up to 2 units instead of 1, about a mean that is known to first order only
     wider = None if noise is None else 2.0 * noise
-    best = judged(_nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine), wider)
+    mean = _nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine)
+    if bound is not None:  # of which twice is proved, and of the distance from ``reference``, not from this mean
+        bound = bound + 0.5 * (mean - reference).abs()
+    best = judged(mean, wider, bound)
     if nearest.passed and nearest.severity <= best.severity:
         return replace(nearest, rounding=how) if how else nearest
     if not found.toward_zero and not best.passed:
