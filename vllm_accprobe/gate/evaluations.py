@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -617,7 +618,8 @@ def open_side(path: Path) -> Side:
                            "reviews, OpenCompass's results, or a folder of one of them")  # fmt: skip
     side = Side(path)
     if path.is_dir():
-        _folder(path, side)
+        with os.scandir(path):  # raises where the folder may not be read, which its walk passes over
+            _folder(path, side)
     elif path.is_file():
         _read(path, side)
     else:

@@ -297,6 +297,8 @@ def make(
     """Writes the pack ``out`` of the model that ``command`` serves. work: a folder for the dump and the answers. Raises
     NotServed, SendError, GoldenError, DumpError, OSError."""
     began = time.monotonic()
+    if how.prompts:  # refused before anything starts
+        prompts_file.read(how.prompts)
     with golden_server("golden", command, work, how, environ, gigabytes) as server:
         lines = lines_for(server.sender, how, model)
         score = server.sender.can(passes.client.SCORED)
