@@ -483,7 +483,8 @@ def _load(path: Path) -> Any:
     try:
         return parse(path.read_bytes())
     except ValueError as e:
-        raise SamplesError(f"{path} is no json: {e}") from None
+        hint = "" if path.suffix == ".json" else "; `accprobe inspect` says what it is"
+        raise SamplesError(f"{path} is no json: {e}{hint}") from None
 
 
 def _document(path: Path, value: Any) -> dict[int, tuple[Item, Shape]]:
