@@ -110,7 +110,8 @@ WRITE = {
     "verify": ("golden verify packs/a.golden", 0, ""),
     "history": ("golden history packs", 0, ""),
 }
-"""The command, the largest file that it may write on a full disk (0: it writes none), and what stdout has of the result all the same."""
+"""The command, the largest file that it may write on a full disk (0: it writes none), and what
+stdout has of the result all the same."""
 KINDS = ("full disk", "locked", "below a file", "interrupted", "closed pipe", "latin-1", "ascii", "narrow")
 
 
@@ -236,7 +237,7 @@ def test_what_cannot_be_read_is_one_line(
 _whole: dict[str, int] = {}
 
 
-@pytest.mark.parametrize(("command", "what"), [(c, w) for w in WORKS for c in [*READ][:20] + ["pack"]])
+@pytest.mark.parametrize(("command", "what"), [(c, w) for w in WORKS for c in [*[*READ][:20], "pack"]])
 def test_what_is_there_of_a_damaged_dump_is_read(
     command: str, what: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

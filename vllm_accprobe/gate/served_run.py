@@ -151,7 +151,8 @@ _ERROR = re.compile(
 )
 _FOLLOWS = re.compile(
     r"Engine core initialization failed|Engine core proc|Frontend process failed|EngineDeadError|WorkerProc "
-    r"initialization failed|See (?:stack trace|root cause)|CancelledError|SystemExit|BrokenPipeError|Executor failed|RuntimeError: cancelled"
+    r"initialization failed|See (?:stack trace|root cause)|CancelledError|SystemExit|BrokenPipeError|Executor failed"
+    r"|RuntimeError: cancelled"
 )
 """Errors of a process whose other process failed first."""
 _MOST = 400

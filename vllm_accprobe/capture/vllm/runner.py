@@ -385,8 +385,8 @@ def observe(wrapper: Any, kind: type[Observer]) -> Observer | None:
 
 
 def allow_tiles(device: Any) -> None:
-    """Requests the registers of Intel's AMX from Linux for this process. vLLM 0.32's attention on a CPU uses them before
-    anything has requested them where the first batch has four tokens or fewer, and the worker dies by SIGILL."""
+    """Requests the registers of Intel's AMX from Linux for this process. vLLM 0.32's attention on a CPU uses them even
+    where nothing has requested them, which is so in a first batch of four tokens or fewer: the worker dies (SIGILL)."""
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     if getattr(device, "type", "") == "cpu" and supported is not None and supported():
         torch.cpu._init_amx()

@@ -38,7 +38,8 @@ class SheetError(DumpError):
 BAD = frozenset({"error", "fail", "failed", "errored", "no", "false", "different", "❌", "shape mismatch"})
 DOUBTFUL = frozenset({"warning", "unmatched"})
 GOOD = frozenset({"pass", "passed", "yes", "true", "✅"})
-"""Verdicts, in small letters; True and False are those of earlier acc_checks. Any other word is none: SKIP, N/A, an empty cell."""
+"""Verdicts, in small letters; true and false are earlier acc_checks'. Any other word is none: SKIP, N/A, an empty
+cell."""
 _RECORD = re.compile(r"(.+\.(?:forward|backward)(?:\.\d+)?|.+\.parameters_grad)\.(\w+(?:\..+)?)")
 
 
