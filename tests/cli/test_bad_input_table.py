@@ -112,7 +112,7 @@ WRITE = {
 }
 """The command, the largest file that it may write on a full disk (0: it writes none), and what
 stdout has of the result all the same."""
-KINDS = ("full disk", "locked", "below a file", "interrupted", "closed pipe", "latin-1", "ascii", "narrow")
+KINDS = ("full disk", "locked", "below a file", "interrupted", "closed pipe", "latin-1", "ascii", "gbk", "narrow")
 
 
 def params_only(root: Path) -> None:
@@ -295,7 +295,7 @@ def trouble(kind: str, most: int, out: Path, monkeypatch: pytest.MonkeyPatch) ->
         elif kind == "narrow":
             monkeypatch.setenv("COLUMNS", "20")
             now.enter_context(contextlib.redirect_stdout(Narrow()))
-        elif kind in ("latin-1", "ascii"):
+        elif kind in ("latin-1", "ascii", "gbk"):
             stream = io.TextIOWrapper(io.BytesIO(), encoding=kind)
             now.enter_context(contextlib.redirect_stdout(stream))
         yield
