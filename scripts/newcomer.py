@@ -83,12 +83,15 @@ BEFORE = {
     ("readme", "accprobe eval-diff"): (
         "ACCPROBE_FAULT={fault} VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine vllm serve MODEL",
     ),
+    ("readme", "accprobe golden check"): ("accprobe golden make MODEL --out MODEL_vllm-0.32.golden",),
     ("readme", "accprobe gate golden-sent"): (
         'accprobe send prompts.txt --engine "vllm serve A" --out golden-sent',
         'accprobe send --teacher-force golden-sent --engine "vllm serve B" --out mine-sent',
     ),
 }
 """What the page's text takes for done before a line."""
+ONCE = ("pip install .", "bash scripts/demo.sh", "accprobe doctor")
+"""Typed in the first part that has them."""
 FAULTY = re.compile(r"--out (mine-\w+|itself)$|^VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine ")
 """On the second machine, where a fault is planted."""
 FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3, "rows": "position>=40"}'"""
@@ -99,7 +102,6 @@ ENDS = {
     "accprobe opcheck mine --ops RMSNorm": 0,  # not where the fault is
     'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': 0,  # "if it passes"
 }
-NOT_TYPED = {"bash scripts/test.sh": "hours"}
 _SERVES = re.compile(r"([A-Z_]+=(\S+|'[^']*') )*vllm serve |accprobe errcheck -- vllm serve ")
 _MARK, _USED = "=-=-= typed =-=-=", "=-=-= used =-=-="
 
@@ -177,20 +179,20 @@ def main() -> int:
     where = arguments.where.resolve()
     where.mkdir(parents=True, exist_ok=True)
     names = {"where": str(where), "root": str(where / "accprobe"), "fault": FAULT, "tests": str(ROOT / "tests")}
-    done: set[str] = set()
     wrong = 0
     with (where / "table.md").open("a", encoding="utf-8") as table:
         table.write("| part | command | s | CPU s | load | exit code |\n| --- | --- | --- | --- | --- | --- |\n")
         for part in PARTS:
             if arguments.only and part.name not in arguments.only:
-                done |= set(lines(part)[:3] if part.name == "install" else ())
                 continue
+            before = PARTS[: PARTS.index(part)]
+            done = {line for earlier in before for line in lines(earlier) if line in ONCE}
             shell = Shell(where)
             for line in part.ready:
                 if shell.type(_filled(line, names))[0]:
                     raise SystemExit(f"could not prepare {part.name}: {line}; see {shell.log}")
             for line in lines(part):
-                if line in done or line in NOT_TYPED or any(words in line for words in arguments.skip):
+                if line in done or any(words in line for words in arguments.skip):
                     continue
                 done.add(line)
                 prepared = [b for (name, begin), b in BEFORE.items() if name == part.name and line.startswith(begin)]

@@ -12,8 +12,9 @@ import pytest
 import typer
 
 import vllm_accprobe
-from vllm_accprobe.cli import build
+from vllm_accprobe.cli import build, main
 from vllm_accprobe.cli.aliases import LISTS, MOVED, of_today
+from vllm_accprobe.cli.options import MOST_USED
 
 DIFFERENT: dict[str, str] = {
     "--ops": "VLLM_ACCPROBE_OPS is a switch, which run and inspect have; opcheck's are operators",
@@ -108,3 +109,16 @@ def test_words_of_results_have_one_form() -> None:
         package / "cli/output.py"
     ]
     assert [f for f, text in said.items() if re.search(r"f?\"(pass|fail): ", text)] == []
+
+
+def test_help_with_many_options_begins_with_those_that_most_need(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first screen has 40 lines of 80 columns."""
+    shown = {name: [p for p in c.params if p.param_type_name == "option" and not p.hidden] for name, c in ALL.items()}
+    assert set(MOST_USED) == {name for name, options in shown.items() if len(options) > 11}
+    for name, names in MOST_USED.items():
+        assert set(names.split()) <= {o for p in shown[name] for o in p.opts}, name
+        assert main([*name.split(), "--help"]) == 0
+        screen, _, more = capsys.readouterr().out.partition("\nMore options:\n")
+        assert len(screen.splitlines()) <= 40, name
+        assert all(f"{o} " in screen or f"{o}," in screen for o in names.split()), name
+        assert more.count("\n  -") == len(shown[name]) - len(names.split()), name

@@ -170,6 +170,24 @@ def test_a_server_that_dies_while_it_is_asked(tmp_path: Path, shell: dict[str, s
         raise ServerLost("no answer")
 
 
+def test_a_server_whose_engine_died_and_that_still_runs(
+    tmp_path: Path, shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's API server answers 503 for as long as its engine takes to end."""
+    monkeypatch.setattr("vllm_accprobe.gate.served_run._DIES_S", 0.2)
+    code = (
+        "import sys\nfrom http.server import *\n"
+        "server = HTTPServer(('127.0.0.1', int(sys.argv[1][7:])), SimpleHTTPRequestHandler)\n"
+        "print('ValueError: the engine is gone', flush=True)\nserver.serve_forever()"
+    )
+    shell["VLLM_SCRIPT"] = f'{sys.executable} -c "$CODE" "$3" 2>/dev/null'
+    with (
+        pytest.raises(ServerLost, match=r"^500; the server's log ends with: ValueError: the engine is gone; read /"),
+        served("golden", "vllm serve M", shell | {"CODE": code}, tmp_path, 30),
+    ):
+        raise ServerLost("500")
+
+
 CORE = "(EngineCore pid=41) ERROR 11-26 21:00:00 [core.py:1023] "
 API = "(APIServer pid=40) "
 NO_MODEL = "OSError: Can't load the configuration of 'm'. If you were trying to load it, it is not a local folder"
@@ -197,6 +215,9 @@ LOGS = {
     "usage: vllm serve\nvllm serve: error: unrecognized arguments: --fast\n":
         ("vllm serve: error: unrecognized arguments: --fast", "--help=all"),
     f"{API}INFO 11-26 21:00:01 [x.py:1] loading\nSegmentation fault\n\n": ("Segmentation fault", ""),
+    f"{CORE}Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down executor.\n{CORE}RuntimeError: "
+    f"cancelled\n{API}vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\nleaked 4 instances!":
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down executor", "processor"),
     "ValueError: a line of\n  File 'x.py'\n    ^^^^\n": ("ValueError: a line of File 'x.py'", ""),
     "": ("", ""),
 }  # fmt: skip

@@ -59,7 +59,7 @@ def build(only: str | None = None) -> typer.Typer:
         add_completion=True,
         rich_markup_mode=None,  # plain help: rich alone would take as long to load as everything else
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback(invoke_without_command=True)(_root)
     for name, short in (COMMANDS | GROUPS).items():

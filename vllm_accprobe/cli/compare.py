@@ -146,17 +146,12 @@ def compare(
 ) -> None:
     """Compare two dumps row by row and name the operator that introduced the error.
 
-    Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
-    and measured.npz, from which --rejudge judges again by another standard.
-    The same command continues an interrupted comparison.
+    Prints the verdict and the culprit first; writes compare.csv (a row per pair), compare.html, compare.json, and
+    measured.npz, from which --rejudge judges again. The same command continues an interrupted comparison.
 
-    One dump whose tensors a program labelled with set_label: its pairs are compared; writes labels.csv and labels.json.
-    Two csv tables (opcheck.csv, a generated test's, msprobe's accuracy_checking_details): both machines are judged
-    against the same reference; writes details.csv, result.csv and opdiff.md.
-    One file of another tool's results (msprobe's compare_result and acc_check, SGLang's comparator_report.jsonl or the
-    log of its comparator): what it says, and which rows are wrong first.
-    With --calibrate: what runs of golden's side, with another batching, chunking, dtype or number of ranks, differ by,
-    a few numbers per tap that --floor reads on any machine.
+    Also compares the pairs of one dump with labels (set_label); two tables of operators (opcheck.csv, a generated
+    test's, msprobe's accuracy_checking_details); and reads one file of msprobe's or SGLang's results. With --calibrate:
+    writes by what runs of golden's side differ, for --floor.
 
     Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """

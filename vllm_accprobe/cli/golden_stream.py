@@ -75,6 +75,7 @@ def _prompts(model: Path, source: str) -> tuple[list[str], list[list[int]], list
     """Names, token ids with the generated ones, and how many are the prompt's. Raises CommandError."""
     from vllm_accprobe.gate.sending import prompts, replies
 
+    _check_folder(model)
     if not replies.exists(Path(source)):
         names, ids = _encoded(model, prompts.read(source))
         return names, ids, [len(prompt) for prompt in ids]
@@ -87,6 +88,12 @@ def _prompts(model: Path, source: str) -> tuple[list[str], list[list[int]], list
     if not ids:
         raise CommandError(f"--prompts: {source} has no answers with token ids")
     return names, ids, lengths
+
+
+def _check_folder(model: Path) -> None:
+    """Raises CommandError: transformers would search its hub for the name."""
+    if not (model / "config.json").is_file():
+        raise CommandError(f"{model} has no config.json: name a model's folder with it and with safetensors files")
 
 
 def _encoded(model: Path, lines: Iterable[PromptLine]) -> tuple[list[str], list[list[int]]]:
@@ -117,6 +124,7 @@ def make_streamed(
     from vllm_accprobe.golden.make import pack_streamed
     from vllm_accprobe.golden.prompts import texts
 
+    _check_folder(model)
     lines = read(prompts) if prompts else [line for line in texts() if line.text is not None]
     done, found = pack_streamed(model, *_encoded(model, lines), out, work, USUAL, max_bytes=max_bytes,
                                 seed=seed)  # fmt: skip

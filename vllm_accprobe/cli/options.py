@@ -128,6 +128,21 @@ def refuse(what: str, *groups: Any, but: Sequence[str] = ()) -> None:
         raise CommandError(f"{wrong[0]} does not go with {what}: leave it out")
 
 
+MOST_USED = {
+    "compare": "--out --taps --standard --floor --verbose",
+    "inspect": "--roles --steps --requests --save --size",
+    "opcheck": "--ops --weights --against --out --verbose",
+    "run": "--dir --tokens --modules --requests --task",
+    "send": "--out --url --engine --teacher-force --max-tokens",
+    "gate": "--prompts --localize --floor --heal --out",
+    "bisect": "--golden --prompts --only --plan --out",
+    "eval-diff": "--tasks --csv --prompts-out --verbose",
+    "doctor": "--quick --dump --wheel --graphs",
+    "online serve": "--host --port --tls --out",
+}
+"""Command, of which more than eleven options are shown → those that a first run needs."""
+
+
 class Command(typer.core.TyperCommand):
     """A command that understands other tools' names and its own older ones (aliases.py), and whose help may have
     ``{standards}``: their names take a while to gather, and few read them."""
@@ -146,6 +161,24 @@ class Command(typer.core.TyperCommand):
         for option in (p for p in self.params if getattr(p, "help", None)):
             option.help = filled(option.help, self.name or "")  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """In three sections where there are more options than fit one screen, the five that most need first."""
+        shown = [(p, p.get_help_record(ctx)) for p in self.get_params(ctx)]
+        most = MOST_USED.get(ctx.command_path.partition(" ")[2], "").split()
+        sections: dict[str, list[Any]] = {"Arguments": [], "Options that most need": [], "More options": []}
+        for p, record in shown:
+            if record is not None:
+                first = not most or any(name in most for name in p.opts)
+                named = p.param_type_name == "argument"
+                name = re.sub(r" <(path|str|list\[\w+\])>$", "", record[0]) if named else record[0]
+                sections[[*sections][0 if named else 1 if first else 2]].append((name, record[1]))
+        if not most:
+            sections["Options"] = sections.pop("Options that most need")
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def filled(text: str, command: str) -> str:

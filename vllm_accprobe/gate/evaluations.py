@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -482,7 +483,8 @@ def _load(path: Path) -> Any:
     try:
         return parse(path.read_bytes())
     except ValueError as e:
-        raise SamplesError(f"{path} is no json: {e}") from None
+        hint = "" if path.suffix == ".json" else "; `accprobe inspect` says what it is"
+        raise SamplesError(f"{path} is no json: {e}{hint}") from None
 
 
 def _document(path: Path, value: Any) -> dict[int, tuple[Item, Shape]]:
@@ -617,7 +619,8 @@ def open_side(path: Path) -> Side:
                            "reviews, OpenCompass's results, or a folder of one of them")  # fmt: skip
     side = Side(path)
     if path.is_dir():
-        _folder(path, side)
+        with os.scandir(path):  # raises where the folder may not be read, which its walk passes over
+            _folder(path, side)
     elif path.is_file():
         _read(path, side)
     else:

@@ -94,10 +94,11 @@ def check(command: ServeCommand, *, captured: bool = False) -> None:
 def _check_model(model: str | None) -> None:
     path = Path(model or "")
     named = model is not None and "://" not in model and path.suffix != ".gguf"
-    if not named or not (path.is_dir() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
+    if not named or not (path.exists() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
         return
     if not path.is_dir():
-        raise NotServed(f"{model} does not exist: write the path of the model's folder as it is from here")
+        what = "is a file" if path.is_file() else "does not exist"
+        raise NotServed(f"{model} {what}: write the path of the model's folder as it is from here")
     if not any((path / name).is_file() for name in CONFIGS):
         raise NotServed(f"{model} has no {CONFIGS[0]}: write the path of a model's folder as it is from here")
 

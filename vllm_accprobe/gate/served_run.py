@@ -140,15 +140,19 @@ ADVICE = (
     (r"max_model_len .* is greater than", "lower --max-model-len"),
     (r"Failed to infer device type|Found no NVIDIA driver|No module named 'vllm_",
      "this vLLM finds no device: `accprobe doctor` examines the platform"),
+    (r"died unexpectedly \(exit code: -9\)", "the system killed it, most often for memory: lower what it may take"),
+    (r"died unexpectedly \(exit code: -4\)", "an instruction that this processor lacks: install another build of vLLM"),
 )  # fmt: skip
 """(pattern in an error of vLLM's, torch's or the system's; what to change). The first that fits."""
 _PREFIX = re.compile(r"^(?:\([^()]{1,80} pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] )?)?")
 _ERROR = re.compile(
     r"(?:[A-Za-z_][\w.]*(?:Error|Exception|Failure|Exit|Exhausted)|Exception)(?:: .*)?|[\w. ]+: error: .+"
+    r"|Worker proc \S+ died unexpectedly \(exit code: -?\d+\)(?=, |$).*"
 )
 _FOLLOWS = re.compile(
     r"Engine core initialization failed|Engine core proc|Frontend process failed|EngineDeadError|WorkerProc "
     r"initialization failed|See (?:stack trace|root cause)|CancelledError|SystemExit|BrokenPipeError|Executor failed"
+    r"|RuntimeError: cancelled"
 )
 """Errors of a process whose other process failed first."""
 _MOST = 400
@@ -171,6 +175,8 @@ def cause(log: str) -> str:
 
 _STOP_S = 60.0
 """chosen: what an engine may take to close its dump and free its device."""
+_DIES_S = 10.0
+"""chosen: what an API server may take to end after its engine."""
 _LOOK_S = 0.1
 _ASK_S = 0.25
 _TAIL = 1 << 18
@@ -243,15 +249,16 @@ class ServedRun:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """An error of a request in this context says how the server ended, where it has."""
+        """An error of a request in this context says how the server ended, where it has, or what its log says."""
         try:
             yield
         except SendError as e:
-            # What refuses a connection may be about to die: it gets a second.
-            code = self.wait(1.0 if isinstance(e, ServerLost) else 0.0)
-            if code is None:
+            # What refuses a connection may be about to die.
+            code = self.wait(_DIES_S if isinstance(e, ServerLost) else 0.0)
+            if code is None and not isinstance(e, ServerLost):
                 raise
-            raise type(e)(f"{e}; the server ended with exit code {code}{self.why()}") from None
+            end = "the server's log ends with" if code is None else f"the server ended with exit code {code}"
+            raise type(e)(f"{e}; {end}{self.why()}") from None
 
     @property
     def code(self) -> int | None:

@@ -9,6 +9,7 @@ with the one before, full rows and sketches, without a replay: packs hold no cal
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -77,7 +78,11 @@ def history(folder: Path, progress: Callable[[str], None] = lambda line: None) -
 
 def packs_in(folder: Path) -> list[Path]:
     """Of a folder and the folders in it. Raises DumpError where there is none."""
-    found = sorted(p for p in folder.rglob(f"*{ENDING}") if is_pack(p)) if folder.is_dir() else []
+    try:
+        with os.scandir(folder):  # rglob passes over what it may not read
+            found = sorted(p for p in folder.rglob(f"*{ENDING}") if is_pack(p))
+    except OSError as e:
+        raise DumpError(f"cannot read the folder {folder}: {e.strerror or e}") from None
     if not found:
         raise DumpError(f"{folder} has no pack: name a folder with files *{ENDING}")
     return found

@@ -19,7 +19,7 @@ from test_runner_steps import Drafting, PoolingV2, Runner
 from vllm_accprobe.capture.errcheck import observer as errcheck
 from vllm_accprobe.capture.errcheck.observer import ErrcheckExit, ErrcheckObserver
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter, allow_tiles
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
@@ -216,3 +216,12 @@ def test_a_capture_and_errcheck_listen_to_one_runner(
     for module in runner.model.modules():
         assert "forward" not in vars(module)  # both have taken off what they put on
     assert register.read_text() == f"{tmp_path / 'dump'}\n"  # the finding's small dump is a part of it
+
+
+@pytest.mark.parametrize(("device", "amx", "requested"), [("cpu", True, 1), ("cpu", False, 0), ("meta", True, 0)])
+def test_a_cpu_with_tiles_may_use_them(device: str, amx: bool, requested: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: calls.append(1))
+    allow_tiles(torch.device(device))
+    assert len(calls) == requested

@@ -73,6 +73,13 @@ TABLES: dict[str, Case] = {
         1, "a result of msprobe's acc_check or api_precision_compare: 2 rows; Forward Test Success: 2 pass; Backward "
         "Test Success: 1 SKIP, 1 error", ("row 2: Torch.mm.1 (tap Torch:mm): Forward Test Success pass, Backward",),
     ),
+    "acc_check, earlier": (
+        table("API Name|Forward Test Success|Backward Test Success|Message\nFunctional.linear.0|True|SKIP|\n"
+              "Torch.mm.1|False|SKIP|far"),
+        1, "a result of msprobe's acc_check or api_precision_compare: 2 rows; Forward Test Success: 1 True, 1 False; "
+        "Backward Test Success: 2 SKIP",
+        ("row 2: Torch.mm.1 (tap Torch:mm): Forward Test Success False",),
+    ),
     "acc_check, details": (
         table("API Name|Bench Dtype|DEVICE Dtype|Shape|余弦相似度|最大绝对误差|Status|Message\n"
               "Functional.linear.0.forward.output.0|torch.float32|torch.float16|(1,)|1| |pass|\n"

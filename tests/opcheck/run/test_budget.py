@@ -210,3 +210,12 @@ def test_beside_other_work_less_is_planned_and_a_small_pair_is_whole_all_the_sam
         assert alone.plan(limit * alone.seconds).whole
         assert beside.plan(limit * alone.seconds).whole == whole
     assert beside.plan(3.0 * alone.seconds).seconds <= 3.0 * alone.seconds
+
+
+def test_beside_other_work_what_the_comparison_found_goes_first(sides: list[Calls]) -> None:
+    """The time of a pair that would fit easily ran out at load 25 before the module that was wrong."""
+    alone, beside = (Planner(sides, [], 1, Speed(1e-6, 0.0, slower)) for slower in (1.0, 10.0))
+    limit = 10.0 * alone.seconds
+    assert (alone.waits(limit), beside.waits(limit), beside.waits(None)) == (False, True, False)
+    last = alone.plan(limit).tasks[-1].tap
+    assert beside.plan(limit, Wishes(suspects=(last,))).tasks[0].tap == last

@@ -113,6 +113,16 @@ def test_both_runs_are_on_the_first_screen_and_what_differs_is_marked(golden, mi
     assert [line for line in lines if line not in plain] == []
 
 
+
+def test_what_a_pack_does_not_record_is_no_difference():
+    run = {"model": "m", "versions": {"vllm": "0.32.0"}}
+    probe = {"enabled": True, "ranks": None, "force": "/there"}
+    text = html.sections.identity(comparison(golden_run=run | {"packed": True}, mine_run=run | {"probe": probe}))
+    assert "ifferent" not in text
+    sides = [run | {"probe": probe | {"force": here, **more}} for here, more in (("/here", {}), ("/there", {"x": []}))]
+    text = html.sections.identity(comparison(golden_run=sides[0], mine_run=sides[1]))
+    assert "Different: probe.force /here / /there. <a" in text
+
 def test_a_pass_shows_what_it_covers_and_draws_nothing_where_all_is_equal():
     equal = html.page(comparison(pairs=[pair(tap="model.layers.0.mlp", identical=True), pair(status="skip")]))
     assert 'class="pass-page equal-page"' in equal

@@ -366,6 +366,7 @@ def observe(wrapper: Any, kind: type[Observer]) -> Observer | None:
         if runner is None:
             say(f"{type(worker).__name__} has no model_runner after init_device: {kind.without}")
             return None
+        allow_tiles(getattr(runner, "device", None))
         parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
         adapter = wrapper.__dict__.get(ADAPTER)
         if adapter is None or adapter.runner is not runner:
@@ -381,3 +382,11 @@ def observe(wrapper: Any, kind: type[Observer]) -> Observer | None:
     except Exception as error:
         say(kind.unattached.format(f"{type(error).__name__}: {error}"))
     return None
+
+
+def allow_tiles(device: Any) -> None:
+    """Requests the registers of Intel's AMX from Linux for this process. vLLM 0.32's attention on a CPU uses them even
+    where nothing has requested them, which is so in a first batch of four tokens or fewer: the worker dies (SIGILL)."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    if getattr(device, "type", "") == "cpu" and supported is not None and supported():
+        torch.cpu._init_amx()

@@ -35,10 +35,11 @@ class SheetError(DumpError):
     """One line: which file, where, what is wrong, what to do."""
 
 
-BAD = frozenset({"error", "fail", "failed", "errored", "no", "different", "❌", "shape mismatch"})
+BAD = frozenset({"error", "fail", "failed", "errored", "no", "false", "different", "❌", "shape mismatch"})
 DOUBTFUL = frozenset({"warning", "unmatched"})
-GOOD = frozenset({"pass", "passed", "yes", "✅"})
-"""Verdicts, in small letters. Any other word is none: SKIP, N/A, an empty cell."""
+GOOD = frozenset({"pass", "passed", "yes", "true", "✅"})
+"""Verdicts, in small letters; true and false are earlier acc_checks'. Any other word is none: SKIP, N/A, an empty
+cell."""
 _RECORD = re.compile(r"(.+\.(?:forward|backward)(?:\.\d+)?|.+\.parameters_grad)\.(\w+(?:\..+)?)")
 
 

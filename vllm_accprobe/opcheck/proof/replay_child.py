@@ -118,7 +118,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     lend(sides[1], sides[0])
     references = default_references()
     planner = Planner(sides, ops, min(pair.PROCESSES, pair.processors()) if pair.may_fork() else 1)
-    waits = not planner.fits(arguments.seconds)
+    waits = planner.waits(arguments.seconds)
     say(waits=waits)
     wishes = parse(Wishes, sys.stdin.readline() or "{}", _MOST) if waits else Wishes()
     plan = planner.plan(arguments.seconds, wishes)

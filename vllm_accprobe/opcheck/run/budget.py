@@ -176,6 +176,11 @@ class Planner:
         """Whether all of it needs no plan: there is no limit, or it is far away, whatever else runs here."""
         return limit is None or self.seconds <= _EASILY * limit
 
+    def waits(self, limit: float | None) -> bool:
+        """Whether the comparison's wishes are needed: not all fits, or not all of it while other programs run as now.
+        Then the time may end before the last of the model's modules."""
+        return not self.fits(limit) or (limit is not None and self.seconds * self._speed.slower > _SURE * limit)
+
     def plan(self, limit: float | None, wishes: Wishes = Wishes()) -> ReplayPlan:
         """What is done in ``limit`` seconds, None for all. Of all calls, golden's and mine's in turn."""
         of = sum(len(self._sides[n].places(*t[:2])) for n, taps in enumerate(self._taps) for t in taps)

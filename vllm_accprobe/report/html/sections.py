@@ -615,8 +615,8 @@ _ABOUT = (
 )
 """(label, where a run may say it, first come first shown): what a reader asks of a run before anything else."""
 _DATE = "start_time"
-_EVERY_RUN = frozenset({_DATE, "probe.dir"})
-"""What differs in any two runs and explains nothing."""
+_EVERY_RUN = frozenset({_DATE, "probe.dir", "packed"})
+"""What differs in any two runs, or what a note says, and explains nothing."""
 
 
 def identity(comparison: Comparison) -> str:
@@ -636,12 +636,19 @@ def identity(comparison: Comparison) -> str:
         lines.append((name, [*marks, *date, f"<code>{breakable(_tail(path))}</code>"]))
     rows = "".join(f"<div><dt>{name}</dt><dd>{' · '.join(parts)}</dd></div>" for name, parts in lines if parts)
     shown = {key for _, keys in _ABOUT for key in keys} | _EVERY_RUN
-    others = [k for k in dict.fromkeys([*sides[0], *sides[1]]) if k not in shown and sides[0].get(k) != sides[1].get(k)]
+    groups = [{k.partition(".")[0] for k in run} for run in sides]  # a pack records nothing of its probe
+    others = [k for k in dict.fromkeys([*sides[0], *sides[1]])
+              if k not in shown and _recorded(sides[0].get(k)) != _recorded(sides[1].get(k))
+              and ("." not in k or all(k.partition(".")[0] in group for group in groups))]  # fmt: skip
     named = [f"{_e(k, 60)} {' / '.join(_e(_words(run.get(k)), 24) for run in sides)}" for k in others[:FEW]]
     more = f" and {len(others) - FEW:,} more" if len(others) > FEW else ""
     sentence = f"{'Also different' if differ else 'Different'}: {'; '.join(named)}{more}. " if named else ""
     sentence += '<a href="#h-runs">All entries of both runs</a>' if any(sides) else ""
     return f'<dl class="identity">{rows}</dl><p class="hint">{sentence}</p>'
+
+
+def _recorded(value: Any) -> Any:
+    return None if value in ("", [], {}) else value
 
 
 def _about(label: str, run: Mapping[str, Any], keys: Sequence[str]) -> str:
