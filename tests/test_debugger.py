@@ -1,7 +1,5 @@
 """Scripts written for torch_xray and msprobe go on working, and write our dump."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The setting of errcheck, and the command that starts, watches and reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Requests and steps as an engine tells them: who is forced, who is refused, and that serving goes on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ait's example on a real model, a plain script: a chat loop, set_task_id, a patched model file, both levels."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -146,9 +144,7 @@ def test_summary_and_compare_know_labels(chat: Path, tmp_path: Path, capsys: pyt
     assert main(["compare", str(chat / "dump"), str(tmp_path / "copy"), "--out", str(tmp_path / "out")]) == 0
 
 
-def test_off_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_off_writes_nothing(tmp_path, monkeypatch, capsys):
     import torch
 
     from vllm_accprobe import gen_id, set_label, set_task_id

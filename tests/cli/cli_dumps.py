@@ -1,7 +1,5 @@
 """A small dump for the commands' tests, through the real writer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

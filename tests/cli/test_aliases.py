@@ -1,7 +1,5 @@
 """Older names of ours and other tools': each works, in one line says what it is today, and is in no --help."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +104,7 @@ def test_no_help_has_an_alias(capsys: pytest.CaptureFixture[str]) -> None:
         ("calibrate d e --out f", "compare d e --calibrate f"),
     ],
 )
-def test_older_commands_do_what_todays_do(
-    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_older_commands_do_what_todays_do(old, new, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make(Path("d"))
     for name in ("a.csv", "b.csv"):
@@ -126,9 +122,7 @@ def test_older_commands_do_what_todays_do(
 
 @pytest.mark.parametrize("names", OTHERS, ids=" ".join)
 @pytest.mark.parametrize("before", [(), ("-f", "pytorch"), ("-f", "mindspore")], ids=" ".join)
-def test_another_tools_command_names_ours(
-    names: tuple[str, ...], before: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_tools_command_names_ours(names, before, capsys):
     assert OTHERS[names].split()[:1] == ["accprobe"]
     assert OTHERS[names].replace(",", "").split()[1] in COMMANDS
     assert names[0] not in COMMANDS

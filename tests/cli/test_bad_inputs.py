@@ -2,8 +2,6 @@
 sentences that were wrong once, and paths that miss their dump by a folder and find it. Dumps that cannot be read or are
 of another kind, and trouble while writing: test_bad_input_table.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

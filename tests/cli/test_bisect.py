@@ -1,7 +1,5 @@
 """``accprobe bisect`` from end to end, with servers that only seem to be vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -19,7 +17,6 @@ from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
 
-SECRET = "a prompt that nobody may see"
 SERVE = ["vllm", "serve", "M", "--max-num-batched-tokens", "64", "--block-size", "32", "--async-scheduling"]
 PREFIX = "!--no-enable-prefix-caching"
 CHUNKS, BLOCK, ASYNC = "--max-num-batched-tokens 64", "--block-size 32", " --async-scheduling"
@@ -91,9 +88,7 @@ def test_one_setting(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) 
         ([[PREFIX, CHUNKS, BLOCK]], {"prefix caching", "chunked prefill", "block size"}),
     ],
 )
-def test_several_together(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, planted: list[list[str]], names: set[str]
-) -> None:
+def test_several_together(place, monkeypatch, capsys, planted, names):
     fault(monkeypatch, *planted)
     assert main(words(place, "--json")) == 1
     result = found(capsys)
@@ -140,9 +135,7 @@ def test_configurations_that_do_not_start(place: Path, monkeypatch: pytest.Monke
     assert "engine-0.log" in out
 
 
-def test_a_plain_configuration_that_does_not_start_holds_what_it_needs(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_plain_configuration_that_does_not_start_holds_what_it_needs(place, monkeypatch, capsys):
     serve = [*SERVE, "-tp", "2"]
     fault(monkeypatch, [PREFIX])
     fault(monkeypatch, ["--tensor-parallel-size 1"], name="FAKE_DEAD")
@@ -213,9 +206,7 @@ def test_a_plan_starts_nothing(place: Path, capsys: Any) -> None:
     assert not (place / "out").exists()
 
 
-def test_a_server_that_is_lost_is_one_line_and_then_unresolved(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_server_that_is_lost_is_one_line_and_then_unresolved(place, monkeypatch, capsys):
     fault(monkeypatch, [PREFIX])
     fault(monkeypatch, ["--no-enable-prefix-caching"], name="FAKE_LOST")
     assert main(words(place)) == 2

@@ -1,7 +1,5 @@
 """summary, show, convert and repair on a real dump."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

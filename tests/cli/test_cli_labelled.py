@@ -1,7 +1,5 @@
 """``accprobe labels --exec``: a program that labels tensors, and the table of its pairs, in one command."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
@@ -99,10 +97,7 @@ def test_the_library_writes_too(tmp_path: Path) -> None:
         (["--exec", "nosuchprogram"], 2, "nosuchprogram: no such command"),
     ],
 )
-def test_refused_in_a_line(
-    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_refused_in_a_line(words, code, said, tmp_path, monkeypatch, capfd):
     for name in [n for n in os.environ if n.startswith(("VLLM_ACCPROBE", "ATB_", "ACL"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """The command line as a stranger meets it: help, errors, exit codes, what gets imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

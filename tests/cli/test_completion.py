@@ -1,7 +1,5 @@
 """Completion by the shells' own means: what bash runs, what it is answered, and that nothing heavy is loaded."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

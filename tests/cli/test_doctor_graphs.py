@@ -4,8 +4,6 @@ What is run writes the dumps of an engine (doctor/graphs/small_engine.py) and ta
 one is in tests/e2e/test_taps_change_nothing.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``accprobe gate --samples`` as typed: sentences, files, exit codes."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

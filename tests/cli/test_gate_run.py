@@ -1,7 +1,5 @@
 """``accprobe gate --dig`` as typed: by hand where a side is a folder, and what goes wrong; engines: e2e."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -216,9 +214,7 @@ def chats(n: int, content: str = SECRET) -> None:
         ("--template=gone", 0, SAME, ""),
     ],
 )  # fmt: skip
-def test_both_servers_render_chats(
-    options: str, code: int, first: str, then: str, served: Path, capsys: Any
-) -> None:
+def test_both_servers_render_chats(options, code, first, then, served, capsys):
     """Other token ids are the first finding; the numbers are compared along golden's, and come after it."""
     chats(10)
     words = ("vllm serve M", f"vllm serve M {options}", "--localize")

@@ -1,7 +1,5 @@
 """inspect of operator calls: a row per operator, from the journal alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

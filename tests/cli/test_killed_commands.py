@@ -1,7 +1,5 @@
 """No process that a command started outlives it, however the command dies, and whatever the process is doing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -99,9 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
-def test_a_command_that_is_killed_leaves_nothing_behind(
-    place: Path, command: str, number: int, request: pytest.FixtureRequest
-) -> None:  # fmt: skip
+def test_a_command_that_is_killed_leaves_nothing_behind(place, command, number, request):
     import shlex
 
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))

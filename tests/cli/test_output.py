@@ -1,7 +1,5 @@
 """``--json`` of every command: one object on stdout and nothing else, the same exit code, refusals as ever."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -133,9 +131,7 @@ def test_every_command_is_here() -> None:
 
 
 @pytest.mark.parametrize("command", WORDS)
-def test_one_object_and_the_same_exit_code(
-    command: str, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_object_and_the_same_exit_code(command, places, tmp_path, monkeypatch, capfd):
     code, words, fields = WORDS[command]
     for file in places.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -335,9 +331,7 @@ def test_a_row_that_has_no_room() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(("total", "line"), [(8, "send: 3 of 8"), (1, "send")])
-def test_a_line_while_something_waits(
-    terminal: bool, total: int, line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_while_something_waits(terminal, total, line, monkeypatch, capfd):
     """On stderr alone, at the pace of a terminal or of a pipe; where there are steps, a terminal has a bar instead."""
     assert (waiting.TERMINAL_S, waiting.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
     monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)

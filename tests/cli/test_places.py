@@ -1,7 +1,5 @@
 """No command writes into a dump, or over somebody else's file of a name that it uses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -39,9 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["compare.csv", "compare.json", "compare.html", "measured.npz", "replay.json"])
-def test_compare_writes_over_nothing_that_is_not_its_own(
-    name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_writes_over_nothing_that_is_not_its_own(name, pair, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text(THEIRS)
@@ -76,9 +72,7 @@ def test_nor_through_a_link(pair: tuple[str, str], tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     "place", ["golden", "mine", "golden/report", "mine/rank0000/new/er", "other", "other/rank0000"]
 )
-def test_no_report_goes_into_a_dump(
-    place: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_report_goes_into_a_dump(place, pair, tmp_path, capsys):
     """Be it read by the command or not, and below it; and by way of a link."""
     make(tmp_path / "other")
     (tmp_path / "link").symlink_to(tmp_path / place)
@@ -94,9 +88,7 @@ def test_no_report_goes_into_a_dump(
 @pytest.mark.parametrize(
     "name", ["a_msprobe_tensor", "b_sglang_tp", "c_msit_torch", "e_atb", "f_torchair", "d_xray_h5"]
 )
-def test_nor_into_another_tools(
-    name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nor_into_another_tools(name, pair, tmp_path, capsys):
     root = next(p for p in sorted(unpack(name, tmp_path).iterdir()) if p.is_dir())
     assert "is a dump, which is never" in refused(capsys, "compare", *pair, "--no-replay", "--out", str(root))
 
@@ -151,9 +143,7 @@ def words(command: str, tmp_path: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("command", WRITERS)
-def test_no_command_writes_into_a_dump(
-    command: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_writes_into_a_dump(command, pair, tmp_path, capsys):
     make(tmp_path / "other")
     for inside in ("golden", "other"):
         if command == "gentest":
@@ -165,9 +155,7 @@ def test_no_command_writes_into_a_dump(
 
 
 @pytest.mark.parametrize(("command", "name"), [(c, n) for c, names in FILES.items() for n in names])
-def test_no_command_writes_over_what_is_not_its_own(
-    command: str, name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_writes_over_what_is_not_its_own(command, name, pair, tmp_path, capsys):
     out = tmp_path / "results"
     out.mkdir()
     (out / name).write_text(THEIRS)

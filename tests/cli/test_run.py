@@ -1,7 +1,5 @@
 """``accprobe run`` on commands that are no server: what it sets, says and returns."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
@@ -160,9 +157,7 @@ def test_options_after_the_commands_first_word_are_its_own(tmp_path: Path) -> No
         assert done.returncode == 3, done.stderr
 
 
-def test_mistakes_are_one_line_and_start_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line_and_start_nothing(tmp_path, monkeypatch, capfd):
     for name in os.environ.keys() - environ({}).keys():
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

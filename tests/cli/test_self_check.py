@@ -1,7 +1,5 @@
 """``accprobe gate --self URL`` as typed, of a server that is made up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Dumps on disk, without payloads, with nothing in common; the form of the result; tasks that end in any order."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

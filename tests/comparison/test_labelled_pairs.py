@@ -1,7 +1,5 @@
 """Pairs of one dump: which compare, what fails, what cannot be compared and why; hostile dumps."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

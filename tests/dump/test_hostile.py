@@ -1,7 +1,5 @@
 """Dumps made up or damaged: one clear line or a named problem, never a wrong number or a large allocation."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Which of a library's files a label means, and that no path leads out of the named directories."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

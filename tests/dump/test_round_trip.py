@@ -1,7 +1,5 @@
 """What goes into RankWriter comes out of open_dump, and out of the safetensors library."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Statistics of raw bytes: hand-computed, compiled against numpy, in pieces against the whole."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """Lines from templates say what the same lines say as events, and their payloads are found like others."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Killed processes, full disks, spent budgets, directories that refuse: what was journalled is read, nothing raises."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What accprobe size says before a capture is what the capture stores."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """ATB dumps: headers by hand, layouts of several releases, torch against ATB, float against quantised ATB."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -448,9 +446,7 @@ def test_inputs_by_number_and_what_was_kept_behind_only(tmp_path: Path) -> None:
     ("layer", "own", "weight"),
     [(1, {}, 1), (2, {}, 2), (2, {"hasBias": True}, 3), (3, {}, 2), (3, {"hasBias": True}, 3)],
 )
-def test_a_norm_s_weight_stands_behind_what_it_adds(
-    tmp_path: Path, layer: int, own: dict[str, bool], weight: int
-) -> None:
+def test_a_norm_s_weight_stands_behind_what_it_adds(tmp_path, layer, own, weight):
     name = {1: "normParam", 2: "preNormParam", 3: "postNormParam"}[layer]
     write_call(tmp_path, MadeCall("RmsNormOperation", {"layerType": layer, name: own}, [torch.ones(2)] * 4))
     roles = {k: r.role for k, r in open_dump(tmp_path).call_inputs(0, 0, "0_RmsNormOperation").items()}  # type: ignore[attr-defined]

@@ -3,8 +3,6 @@
 Each format's dump is damaged in every way at once, a way per file; then all of its files are. Real dumps of the tools
 (tests/formats/data), real damage on the disk; what runs code must not run."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -180,9 +178,7 @@ def _spoil(kind: Kind, mine: Path, every: bool) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_cannot_be_read_is_left_out_and_the_rest_is_compared(
-    name: str, tmp_path: Path, compared: Callable[..., Said], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_left_out_and_the_rest_is_compared(name, tmp_path, compared, capsys):
     kind = KINDS[name](tmp_path)
     mine = _copy(kind.root, "spoilt")
     whole = compared(kind.root, mine)
@@ -215,9 +211,7 @@ def test_what_cannot_be_read_is_left_out_and_the_rest_is_compared(
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("ending", [".npy", ".npz", ".pt", ".safetensors", ".h5"])
-def test_a_single_file_that_cannot_be_read_is_refused(
-    ending: str, damage: Callable[[Path], None], tmp_path: Path, compared: Callable[..., Said]
-) -> None:
+def test_a_single_file_that_cannot_be_read_is_refused(ending, damage, tmp_path, compared):
     """It is its own index."""
     kind = (_xray if ending == ".h5" else _files(ending))(tmp_path)
     mine = tmp_path / f"mine{ending}"
@@ -297,9 +291,7 @@ def test_one_rank_of_msprobe_without_its_index(tmp_path: Path, compared: Callabl
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-def test_a_segment_of_our_own_that_is_damaged(
-    damage: Callable[[Path], None], tmp_path: Path, compared: Callable[..., Said], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_segment_of_our_own_that_is_damaged(damage, tmp_path, compared, capsys):
     """What it held is judged by statistics, with hashes and journal whole, and counted; of one rank and of all."""
     golden, mine = make(tmp_path / "golden", ranks=2), make(tmp_path / "mine", ranks=2)
     damage(mine / "rank0001/seg-00000.safetensors")

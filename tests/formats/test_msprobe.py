@@ -1,7 +1,5 @@
 """msprobe's dumps: places and order of execution, steps and ranks, the three kinds, and a real one made by the tool."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Files that bear other tools' names, and what a conversion must not lose: places, ranks, gradients, later weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

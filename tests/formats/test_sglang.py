@@ -1,7 +1,5 @@
 """SGLang's dumper: names, notes, ranks put together, against the reference values and against the tool itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a path of samples is read as: files and folders of both tools, and what is none."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights that differ from golden's, within one dump, and those that loading did not write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

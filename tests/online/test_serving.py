@@ -1,7 +1,5 @@
 """Both commands as processes: whatever breaks on the way, the table is the offline one."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -35,9 +33,7 @@ def same(out: Path, offline: Path) -> None:
         assert (out / name).read_bytes() == (offline / name).read_bytes(), name
 
 
-def test_a_thousand_calls_with_the_line_cut_and_the_receiver_killed(
-    tmp_path: Path, thousand: Path, offline: Path
-) -> None:
+def test_a_thousand_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, thousand, offline):
     authority, port, out = Authority(), free_port(), tmp_path / "out"
     tls = [str(authority.folder(tmp_path / side, side)) for side in ("server", "client")]
     line = Cut(port, rate=400_000.0)
@@ -174,9 +170,7 @@ def test_nothing_came(tmp_path: Path) -> None:
     (["send", "nowhere"], "nowhere does not exist"),
     (["send", ".", "--patience", "0"], "is no dump of accprobe"),
 ])  # fmt: skip
-def test_bad_usage_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_bad_usage_is_one_line(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     assert main(["online", *words]) == 2
     error = capsys.readouterr().err

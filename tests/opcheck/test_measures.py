@@ -1,7 +1,5 @@
 """measures.py against definitions that share nothing with it, and of numpy's arrays as of torch's tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """accprobe opdiff: two machines' csv joined and judged, in all formats, and everything that can be wrong with them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

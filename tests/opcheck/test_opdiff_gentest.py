@@ -1,7 +1,5 @@
 """Two machines run one generated folder, and opdiff finds what one of them has wrong, by five algorithms."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 from pathlib import Path

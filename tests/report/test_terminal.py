@@ -1,7 +1,5 @@
 """The whole report on a terminal, literally."""
 
-from __future__ import annotations
-
 import io
 
 from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair, realistic

@@ -1,7 +1,5 @@
 """ATB's variables, the library that is preloaded, and what is collected; without CANN one line says so."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules for one machine, at their limits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

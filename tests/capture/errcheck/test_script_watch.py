@@ -1,7 +1,5 @@
 """Plain scripts under `accprobe errcheck`: what is named, what is kept, and that the script is as it would be."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """A compiled region between a runner and its root, captured as in a worker: what comes into the dump, and what when
 something is wrong. The engine is by hand and compiled with dynamo alone; vLLM's own is in e2e/test_graph_taps.py."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -455,9 +453,7 @@ def test_a_step_that_is_not_compiled_is_taken_once(start: Start) -> None:
 
 
 @pytest.mark.parametrize("where", ["aim", "take"])
-def test_a_failure_ends_the_capture_and_not_the_serving(
-    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_failure_ends_the_capture_and_not_the_serving(start, monkeypatch, where):
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 
@@ -470,9 +466,7 @@ def test_a_failure_ends_the_capture_and_not_the_serving(
     ]
 
 
-def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(
-    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(start, monkeypatch, capsys):
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 

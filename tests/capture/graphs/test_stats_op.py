@@ -1,8 +1,6 @@
 """Statistics inside a graph: the host's numbers are those of a dump of statistics, bit for bit, and a device's are
 near them; a line is only taken for the choice that it was made for. No device here: its code runs on CPU tensors."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

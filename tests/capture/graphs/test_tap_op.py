@@ -1,7 +1,5 @@
 """The tap operator: what it copies, and that choosing makes no new graph, with both of torch's ways to compile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """begin_dump and end_dump around any code: a step each, one dump for all of them, torch_xray's spellings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Operator calls by dispatch: what a call was given and gave, what it changed, where it was, what was left out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -300,9 +298,7 @@ def test_an_operators_own_exception_is_the_models(tmp_path: Path, library: Any) 
     assert dump.stops == {}
 
 
-def test_a_failure_inside_the_tap_ends_the_capture_and_not_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_inside_the_tap_ends_the_capture_and_not_the_model(tmp_path, monkeypatch, caplog):
     from vllm_accprobe.capture.ops.op_tensors import Takes
 
     def fails(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,5 @@
 """What follows from bytes that are not those that were written."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

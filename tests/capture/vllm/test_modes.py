@@ -1,7 +1,5 @@
 """Modes with other rows: a runner that is in one is refused or skipped with its line, another is let through."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace as Plain
 from typing import Any

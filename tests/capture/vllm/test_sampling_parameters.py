@@ -1,7 +1,5 @@
 """What is copied of a request's sampling parameters."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Plain
 
 import pytest

@@ -127,7 +127,8 @@ def test_zeros():
 
 def test_words():
     part = Stats(4, None, 2.0, None, None, 0, 0)
-    assert figures_text((figures(BASE), figures(part))) == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
+    said = "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
+    assert figures_text((figures(BASE), figures(part))) == said
     none = Stats(4, None, None, None, None, 0, 0)
     assert figures_text((figures(none), figures(none))) == ""
     assert (common(BASE, part), common(BASE, none)) == (True, False)

@@ -1,7 +1,5 @@
 """What every foreign format's module relies on: records with their own names, lazily read and checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ middle; FAKE_COIN: a file: every second start of a faulty server is not faulty; 
 each start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

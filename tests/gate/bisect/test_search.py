@@ -1,7 +1,5 @@
 """The search against engines that are formulas: interactions, parts, what does not start, what changes by itself."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Calls that are evaluated as one give, to the bit, what each gives alone; others are not put together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``accprobe opcheck`` with the words of ``ait llm opcheck``, on made dumps, typed in."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -121,9 +119,7 @@ def test_ait_s_own_verdict(home: Path) -> None:
         ("-i dump -c ops.csv -opname nothing -o out", 3, "nothing could be checked: no call matches"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    home: Path, capsys: pytest.CaptureFixture[str], words: str, code: int, says: str
-) -> None:
+def test_what_cannot_be_is_one_line(home, capsys, words, code, says):
     assert run(words) == code
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1, said

@@ -1,7 +1,5 @@
 """How a machine computes, as the commands tell it: opcheck, calibrate --profile, compare."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -53,9 +51,7 @@ def test_a_profile_is_made_of_one_dump(tmp_path: Path, capsys: pytest.CaptureFix
         (["{dump}", "--calibrate", "{dump}", "--profile"], "dump"),
     ],
 )
-def test_what_does_not_fit_is_one_line(
-    args: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_one_line(args, why, tmp_path, capsys):
     path = m.dump(tmp_path / "dump", m.HONEST, "linear")
     assert main(["compare", *(a.format(dump=path, out=tmp_path / "out") for a in args)]) == 2
     said = capsys.readouterr().err

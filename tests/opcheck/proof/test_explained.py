@@ -1,7 +1,5 @@
 """A row is explained where both sides checked it and what it read is known; an input, where it is made of such rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,9 +118,7 @@ def test_what_golden_computes_otherwise_is_not_explained(sides: tuple[Dump, Dump
     assert other.why[PROJ] == "its scale is 2, golden's is 3"
 
 
-def test_a_share_that_nobody_adds_up_is_not_explained(
-    sides: tuple[Dump, Dump], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_that_nobody_adds_up_is_not_explained(sides, monkeypatch):
     golden, mine = sides
     shares = {(r.rank, r.step, r.seq) for r in mine.records if (r.tap, r.role) == ("proj", "output.0")}
     name = "vllm_accprobe.opcheck.proof.explained.unsummed"

@@ -1,7 +1,5 @@
 """Products and shared parameters: what is made once, in blocks or by columns is what is made for each call at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,9 +24,7 @@ def test_rows_of_zeros_that_fill_a_block_are_not_seen(shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_weight_that_is_widened_by_columns_gives_the_same(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_a_weight_that_is_widened_by_columns_gives_the_same(dtype, monkeypatch):
     x, w, b = draw(11, 24).to(dtype), draw(50, 24).to(dtype), draw(50).to(dtype)
 
     def expected() -> Expected:

@@ -1,7 +1,5 @@
 """References by hand: samplers, adapters, aten's operators, gradients of what autograd saved."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
