@@ -149,18 +149,6 @@ def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, mo
         compare(*both, rate="0.5")
 
 
-def test_a_command_that_compares_again_repeats_what_was_given(tmp_path):
-    from vllm_accprobe.cli.compare import JudgeOptions
-    from vllm_accprobe.cli.compare_pair import _again
-
-    floors = [str(tmp_path / "f"), str(tmp_path / "g")]
-    given = _again(JudgeOptions(op_mapping_file=tmp_path / "m.yaml", taps="a,b", floor=floors), "strict", 0.25)
-    assert given == ("--op-mapping-file", str(tmp_path / "m.yaml"), "--taps", "a,b", "--standard", "strict",
-                     "--floor", str(tmp_path / "f"), "--floor", str(tmp_path / "g"),
-                     "--false-alarm-rate", "0.25")  # fmt: skip
-    assert _again(JudgeOptions(), "accprobe", 1e-3) == ()
-
-
 def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):
     (tmp_path / "measured.npz").write_bytes(b"PK nonsense")
     for arguments, said in [

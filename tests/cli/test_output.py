@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from cli_dumps import TAPS, make
+from cli_dumps import TAPS, dump_of_operators, make
 from odd_server import completion, odd
 from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
@@ -229,8 +229,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dump(home / "golden", noise=0)
     dump(home / "mine", GAIN)
     make(home / "plain")
-    from cli.test_inspect_dump import dump_of_operators
-
     dump_of_operators(home / "ops")
     build_calls(home / "calls", "layers.0.norm")
     (home / "config.json").write_text(json.dumps(CONFIG))
