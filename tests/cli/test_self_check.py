@@ -61,12 +61,6 @@ def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) 
     assert "answers are compared up to the first other token" in said
 
 
-def test_a_server_that_scores_nothing(prompts: Path, capsys: Any) -> None:
-    with FakePaths(scores=False, forced=False).serve() as (url, _):
-        assert main(["self-check", "--prompts", str(prompts), "--out", "out", url]) == 0
-    assert "not compared: scoring: the server does not tell" in capsys.readouterr().out
-
-
 def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> None:
     words = ["self-check", "--prompts", str(prompts), "--out", "out", "--json"]
     fake = FakePaths(details=False)

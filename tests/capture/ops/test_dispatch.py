@@ -122,19 +122,6 @@ def test_the_enclosing_module_and_its_call(tmp_path: Path) -> None:
     assert {"layers.0.qkv/param.weight", "lm_head/param.weight", "embed/param.weight"} <= weights
 
 
-def test_module_capture_is_the_same_with_and_without_operators(tmp_path: Path) -> None:
-    def modules(ops: bool) -> list[Any]:
-        out = tmp_path / f"ops{ops}"
-        model = Toy(layers=2)
-        with Probe(model, dir=out, ops=ops):
-            model(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3))
-            model(torch.tensor([[1, 2, 3]]))
-        return [(r.step, r.tap, r.role, r.call, r.shape, r.rows, r.hash) for r in open_dump(out).records
-                if "::" not in r.tap]  # fmt: skip
-
-    assert modules(True) == modules(False)
-
-
 def test_a_weight_is_stored_once_per_run(tmp_path: Path) -> None:
     model = Small(lambda self, x: x @ self.weight)
     dump = captured(tmp_path, model, torch.ones(2, 3), torch.zeros(2, 3))

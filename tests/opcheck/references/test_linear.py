@@ -92,18 +92,6 @@ def test_what_an_operator_writes_to_is_its_own() -> None:
     assert torch.equal(total, torch.ones(4, 4))
 
 
-def test_a_modules_weight_is_made_once_and_is_the_same() -> None:
-    weight = torch.randn(40, 32).bfloat16()
-    params = Params({"weight": weight})
-    for _ in range(2):
-        x = torch.randn(3, 32).bfloat16()
-        outputs = {"output.0": x @ weight.T}
-        kept = column(Call("tap", "Linear", {"input": x}, params=params, outputs=outputs))
-        _same(kept, column(Call("tap", "Linear", {"input": x}, params={"weight": weight}, outputs=outputs)))
-    call = Call("tap", "Linear", params=params)
-    assert call.param("weight") is call.param("weight")
-
-
 def test_what_is_too_large_is_made_for_each_call() -> None:
     class Huge(torch.Tensor):
         def numel(self) -> int:
