@@ -147,29 +147,3 @@ def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, mo
     assert given == [0.001, 0.25, 1e-6, 0.5]
     with pytest.raises(engine.CompareError, match="below 1, not '0"):
         compare(*both, rate="0.5")
-
-
-def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):
-    (tmp_path / "measured.npz").write_bytes(b"PK nonsense")
-    for arguments, said in [
-        (("--rejudge", tmp_path), "is no whole measured.npz of `accprobe compare`"),
-        (("--rejudge", tmp_path / "none"), "does not exist"),
-        (("--rejudge", tmp_path, "--taps", "x"), "takes no dumps"),
-        ((dumps / "golden",), "give two dumps"),
-    ]:
-        assert run(*arguments) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert len(err.strip().splitlines()) == 1
-
-
-def test_a_run_that_was_killed_before_its_first_step_is_no_pass(dumps, tmp_path, capsys):
-    import shutil
-
-    shutil.copytree(dumps / "same", tmp_path / "killed")
-    journal = tmp_path / "killed" / "rank0000" / "journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    first = next(i for i, line in enumerate(lines) if b'"event":"step"' in line.replace(b" ", b""))
-    journal.write_bytes(b"".join(lines[:first]))
-    assert run(dumps / "golden", tmp_path / "killed", "-o", tmp_path / "out") == 3
-    assert "nothing could be compared" in capsys.readouterr().err
