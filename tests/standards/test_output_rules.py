@@ -246,9 +246,6 @@ def test_ulp_says_the_numbers():
     )
 
 
-ABSOLUTE = {"inf_nan_err_ratio": 0.0, "rel_err_ratio": 0.0, "abs_err_ratio": 0.0}
-
-
 def test_dtypes_that_the_standard_does_not_judge():
     found = judge_two("msprobe", FINE, FINE, "exp", "float64")
     assert (found.status, found.message) == ("skip", "float64 is not judged by this standard")
