@@ -20,23 +20,6 @@ def lines(capsys):
     return out.out.splitlines()
 
 
-def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
-    dump = make(tmp_path / "d", close=False)
-    journal = dump / "rank0000/journal.jsonl"
-    journal.write_bytes(
-        journal.read_bytes()
-        + b'{"event":"stop","reason":"disk full"}\n'
-        + b'{"event":"error","where":"model.x","message":"boom\\u001b[2J"}\nnonsense\n{"event":"tens'
-    )
-    assert main(["inspect", str(dump), "--limit", "1"]) == 0
-    out = "\n".join(lines(capsys))
-    assert "note: rank 0: capture stopped early: disk full" in out
-    assert "note: rank 0: the journal's last line is torn (14 bytes ignored)" in out
-    assert "note: rank 0 was not closed (killed, or still running): 27 tensors readable, 27 known" in out
-    assert "1 line could not be understood" in out
-    assert "note: 1 error inside the probe; the first at model.x: boom\\x1b[2J" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -7,14 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from on_the_page import click_cell, column, shown
-from report_examples import (
-    ORIGIN,
-    comparison,
-    hostile,
-    pair,
-    realistic,
-    with_rows,
-)
+from report_examples import ORIGIN, comparison, hostile, pair, realistic, with_rows
 
 from vllm_accprobe.comparison.row_table import ValueSpread
 from vllm_accprobe.comparison.verdict.neighbours import Edge, OriginNeighbours
