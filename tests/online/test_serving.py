@@ -1,6 +1,5 @@
 """Both commands as processes: whatever breaks on the way, the table is the offline one."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -106,26 +105,6 @@ def test_two_ranks_and_a_sender_each(tmp_path: Path) -> None:
         assert receive.code() == 0, receive.said
     assert main(["opcheck", str(dump), "-j", "0", "--out", str(tmp_path / "off")]) == 0
     assert (out / "opcheck.csv").read_bytes() == (tmp_path / "off/opcheck.csv").read_bytes()
-
-
-def test_msprobes_keys_on_both_sides(tmp_path: Path) -> None:
-    """The two config.json of msprobe's document, with a port that is free."""
-    dump, out, port = build(tmp_path / "dump"), tmp_path / "out", free_port()
-    line = {"nfs_path": "", "host": "127.0.0.1", "port": port}
-    gpu = {"white_list": [], "black_list": [], "error_data_path": "./", "is_online": True, **line, "rank_list": [0]}
-    npu = {"scope": [], "list": [], "online_run_ut": True, **line}
-    around = {"dump_path": "d", "rank": [0], "step": [0], "level": "L1", "seed": 1234, "is_deterministic": True}
-    configs = {"gpu": {"task": "run_ut", "run_ut": gpu}, "npu": {"task": "tensor", **around, "tensor": npu}}
-    for name, tree in configs.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(tree))
-    receive = Run("serve", "--config", str(tmp_path / "gpu.json"), "--out", str(out))
-    with ended(receive):
-        receive.until("waiting for calls")
-        send = Run("send", str(dump), "--config", str(tmp_path / "npu.json"))
-        with ended(send):
-            assert send.code() == 0, send.said
-        assert receive.code() == 0, receive.said
-    assert "note: run_ut.error_data_path has no effect here" in receive.said
 
 
 def test_interrupted_it_checks_what_is_here(tmp_path: Path) -> None:

@@ -92,22 +92,6 @@ def test_torch_xrays_spellings(tmp_path: Path) -> None:
     assert len({(r.tap, r.call) for r in both.records if "mul" in r.tap}) == 1
 
 
-def test_torch_xrays_spellings_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"X_DEBUG": "0x102", "X_DEDUP": "True", "X_DUMP_NUM": "1"}.items():
-        monkeypatch.setenv(name, value)
-    begin_dump(tmp_path / "both")
-    begin_dump(tmp_path / "ours", mode="trace")
-    begin_dump(tmp_path / "argument", X_DEDUP=False, X_DUMP_NUM=0)
-    for k in range(4):
-        torch.ones(2 + k // 2).mul(3)
-    for _ in range(3):
-        end_dump(close=True)
-    calls = {n: [c for c in open_dump(tmp_path / n).ops if "mul" in c.op] for n in ("both", "ours", "argument")}
-    assert {n: len(found) for n, found in calls.items()} == {"both": 2, "ours": 4, "argument": 4}
-    assert len({(r.tap, r.call) for r in open_dump(tmp_path / "both").records if "mul" in r.tap}) == 1
-    assert open_dump(tmp_path / "argument").records == []
-
-
 def test_clear_context_begins_anew(tmp_path: Path) -> None:
     for _ in range(2):
         begin_dump(tmp_path / "d", mode="dedup")
