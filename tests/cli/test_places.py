@@ -225,3 +225,23 @@ def test_opcheck_and_opdiff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     one, file = str(tmp_path / "one"), str(tmp_path / "one/opcheck.csv")
     for words in ((one, one), (file, one), (one, file)):
         assert "same" in refused(capsys, "opdiff", *words, "--out", str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(
+    "name", ["a_msprobe_tensor", "b_sglang_tp", "c_msit_torch", "e_atb", "f_torchair", "d_xray_h5"]
+)
+def test_nor_into_another_tools(
+    name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = next(p for p in sorted(unpack(name, tmp_path).iterdir()) if p.is_dir())
+    assert "is a dump, which is never" in refused(capsys, "compare", *pair, "--no-replay", "--out", str(root))
+
+
+def test_nor_into_a_folder_of_files_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There the report's own measured.npz would be a tensor the next time."""
+    for side in ("golden", "mine"):
+        (tmp_path / side).mkdir()
+        np.save(tmp_path / side / "x.npy", np.ones((2, 2), np.float32))
+    sides = [str(tmp_path / s) for s in ("golden", "mine")]
+    assert "lies in the dump" in refused(capsys, "compare", *sides, "--out", str(tmp_path / "mine/report"))
+    assert "is a dump" in refused(capsys, "compare", *sides, "--out", str(tmp_path / "golden"))

@@ -188,3 +188,12 @@ def test_a_machine_that_changes_bits_by_itself_is_not_held_against_the_taps() ->
 
 
 # --- an engine -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_run_has_not_passed() -> None:
+    made = results() | {"captured-off": {"status": "not yet", "s": 0.0}}
+    assert (way(made).passed, way(made).rest) == (None, ["captured-off"])
+    page = card_page.page(made, {})
+    assert "**What was run passed; 1 parts were not run.**" in page
+    assert "| unfinished |" in page
+    assert f"- {len(made) - 1} of {len(made)} parts, " in page

@@ -522,3 +522,20 @@ def test_a_forward_that_fails_in_the_graph(start: Start) -> None:
     plain = outputs(served(start, "plain", Runner(compiles=True))[0])
     assert all(plain[key] == hash for key, hash in outputs(dump).items())
     assert all(dump.read(r).size for r in dump.records if r.payload is not None)
+
+
+def test_rows_of_padding_that_do_not_fit_are_counted(start: Start) -> None:
+    small, _ = served(start, "small", Runner(compiles=True, wide=WIDE, pad=32), graph_mb=1)
+    rows = small.run["engine"]["graphs"]["rows"]
+    tap = "model.layers.0.up"
+    assert {r.step: r.shape[0] for r in small.padding if r.tap == tap} == {1: rows - 2, 2: rows - 1}
+    left = 3 + (30 - (rows - 2)) + (31 - (rows - 1))
+    assert [s.count for s in small.skips if (s.tap, s.reason) == (tap, readout.MORE_PADDING)] == [left]
+
+
+def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a cached graph without taps had been used."""
+    monkeypatch.setattr(placement, "_tap_outputs", lambda module, args, output: None)
+    dump, _ = served(start, "mine", Runner(compiles=True))
+    assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {readout.NOT_RUN}
+    assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}
