@@ -120,7 +120,7 @@ def test_the_page_s_reference_judges_an_operator(tmp_path, page, capsys):
         assert checked(out) == [("FusedVendorNorm", "output.0", word)]
 
 
-@pytest.mark.parametrize("way", [["--rerun"], ["--against", "device", "-j", "0"]], ids=["rerun", "device"])
+@pytest.mark.parametrize("way", [["--rerun", "-j", "0"], ["--against", "device", "-j", "0"]], ids=["rerun", "device"])
 def test_the_page_s_device_kernel_runs_here(way, tmp_path, page, capsys, monkeypatch):
     monkeypatch.setattr("vllm_accprobe.opcheck.run.rerun.accelerator", lambda: "cpu")  # whatever this machine has
     right, wrong = logged(tmp_path / "right"), logged(tmp_path / "wrong", 1.01)
@@ -132,7 +132,7 @@ def test_the_page_s_device_kernel_runs_here(way, tmp_path, page, capsys, monkeyp
 
 def test_the_page_s_device_kernel_has_the_reference_s_gradients(tmp_path, page, capsys):
     right, out = logged(tmp_path / "right"), tmp_path / "out"
-    assert main(["opcheck", str(right), "--backward", "--out", str(out)]) == 0, "".join(capsys.readouterr())
+    assert main(["opcheck", str(right), "--backward", "-j", "0", "--out", str(out)]) == 0, "".join(capsys.readouterr())
     roles = ("output.0", "grad.input.x", "grad.param.weight")
     assert checked(out) == [("FusedVendorNorm", role, "pass") for role in roles]
 
@@ -143,7 +143,7 @@ def test_a_reference_without_a_device_kernel_is_skipped_by_a_rerun(tmp_path, sit
     logger = {"logger_dumps": next(code for code in blocks("python") if "# logger_dumps.py" in code)}
     groups = {"vllm_accprobe.references": {"v": "vendor_checks"}, "vllm_accprobe.formats": {"logger": "logger_dumps"}}
     install(site, "half", groups, only | logger)
-    assert main(["opcheck", str(logged(tmp_path / "d")), "--rerun", "--out", str(tmp_path / "o")]) == 3
+    assert main(["opcheck", str(logged(tmp_path / "d")), "--rerun", "-j", "0", "--out", str(tmp_path / "o")]) == 3
     assert "no reference for FusedVendorNorm" in "".join(capsys.readouterr())
 
 
