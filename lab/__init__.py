@@ -5,8 +5,6 @@ fault inside vLLM is a plugin in ``planted/``, which is put on PYTHONPATH. Engin
 and scripts, which are on the path from here on.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

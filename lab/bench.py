@@ -7,8 +7,6 @@ finished is not made again, so that an interrupted laboratory goes on where it w
 Not here: comparing (judging.py), what is planted (cases.py), ways and clean pairs (client.py).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

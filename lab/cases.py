@@ -5,8 +5,6 @@ declaration of one line or two; the kinds are in accprobe_fault_kinds.py, the go
 ``python -m lab.faults --list`` prints them. Not here: how they are run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

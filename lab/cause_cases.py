@@ -8,8 +8,6 @@ words and the number, and, where it says only one, is of the family. A plant of 
 Not here: the models (cause_models.py), running and judging (causes.py).
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

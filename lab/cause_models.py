@@ -5,8 +5,6 @@ a correction bias, a multiplier, a LayerNorm, a partial rotary embedding. The id
 weights' deviations of tiny_model.py, so that all of them are alive. Not here: what is planted (cause_cases.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ refuse, nothing is replaced. A code is x / scale rounded to the nearest number o
 what is looked for in such a cache (scripts/state_cases.py, scripts/cache_pairs.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

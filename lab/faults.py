@@ -6,8 +6,6 @@ usage. Of the half that is held out only totals are printed, unless ``--show-hel
 Not here: the cases (cases.py, generated.py), running (bench.py), judging (judging.py), sums (table.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import shutil

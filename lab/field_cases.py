@@ -8,8 +8,6 @@ where all cases ran, 1 where one did not, 2 for bad usage; whether a verdict is 
 "Should be said" is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ ended. The idea: a folder for each (model, way, dtype, fault), made when first a
 host, which builds engines one after another. Not here: the cases (gate_pairs.py), what is sent (gate_worker.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Not here: sending (gate_worker.py), running and judging (gate_lab.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ the same words to our plugin, which forces the tokens and writes the steps; only
 it). A job is a line of json, the answer too. Not here: the cases (gate_pairs.py), running and judging (gate_lab.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -18,8 +18,6 @@ Not here: places (places.py) and options (options.py), cases written by hand and
 (planted/accprobe_fault_kinds.py), what is left of a near fault after rounding (strength.py).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

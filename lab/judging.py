@@ -7,8 +7,6 @@ Not here: what is planted (cases.py, generated.py), ways and clean pairs (client
 (table.py), the command line (weights.py).
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import re

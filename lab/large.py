@@ -4,8 +4,6 @@ Exit codes: 0 where what must be shown was shown by the pairs that were judged, 
 half that is held out only totals are printed, unless ``--show-held-out`` asks for more.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import os

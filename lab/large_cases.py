@@ -14,8 +14,6 @@ it has, and the hash of its name the half it is in. Groups:
 Not here: the models (large_models.py), engines (large_runs.py), judging (large_judge.py).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ settings and, with an option, once more with ``--replay``; what they wrote is re
 (large_cases.py), measuring (watched.py), the command line (large.py).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

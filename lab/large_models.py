@@ -7,8 +7,6 @@ weights, which keep what goes through a network at its size, whatever its width.
 (large_cases.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ A run is finished when ``NAME.done`` stands beside it, with what it was made of;
 here: the pairs (large_cases.py), the engines' process (tests/support/engine.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -5,8 +5,6 @@ factor, rows and columns from those that are visible there. `OPTIONS` names thos
 Not here: the places (places.py), faults of a given size (generated.py).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ and some conditions on rows never hold in some models. The idea: a `Place` says 
 Not here: what is planted there (options.py), which are drawn (generated.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

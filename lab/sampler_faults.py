@@ -7,8 +7,6 @@ whole; the model's logits stay as they are. Not here: the engines (state_lab.py)
 dump (scripts/sampler_cases.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ Kernels are never touched: their results are right for the wrong state that they
 (state_lab.py), what the ledger must say (scripts/state_cases.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

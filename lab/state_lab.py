@@ -7,8 +7,6 @@ attention's metadata, in a copy. Used by scripts/state_cases.py and tests/e2e/te
 ledger (capture/states/), what is expected of each case (the script).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

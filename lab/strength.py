@@ -7,8 +7,6 @@ difference is the planted error and nothing else.
 Not here: what should be found (table.py).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator

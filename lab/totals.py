@@ -6,8 +6,6 @@ each share stands beside its Wilson interval of 95 %; what must be reached stand
 Not here: one pair's judgement (judging.py), what the groups are (generated.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

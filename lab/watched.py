@@ -5,8 +5,6 @@ of all processes of the tree, sampled while they run, the private and shared-mem
 that a fork shares are divided between the processes that have them (Pss of /proc/PID/smaps_rollup). Linux only.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -6,8 +6,6 @@ served in some way, so any two of them make a pair. Runs are shared: a golden se
 Not here: what is planted (cases.py), how runs are made and compared (judging.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -8,8 +8,6 @@ piece: first what starts engines of its own (APART), then all other tests, file 
 Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
 cluster, every page typed in, further cases of a kind that has one in the default suite."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """The control file: what it may say, and whose it must be."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One configuration, three spellings; every mistake is one line that names the setting and the nearest valid one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

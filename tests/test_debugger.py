@@ -1,7 +1,5 @@
 """Scripts written for torch_xray and msprobe go on working, and write our dump."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,15 +193,6 @@ def test_what_has_no_effect_is_noted_once(tmp_path: Path, caplog: pytest.LogCapt
     ]
 
 
-UNSUPPORTED = {
-    "online_run_ut": True, "online_run_ut_recompute": True, "is_online": True, "nfs_path": "/mnt", "host": "10.0.0.1",
-    "port": 8888, "tls_path": "./tls", "rank_list": [0], "scope": ["a", "b"], "tensor_list": ["relu"],
-    "slice": [{"dim": 0}], "bench_path": "/bench", "file_format": "npy", "backward_input": ["x"],
-    "stat_cal_mode": "device", "device": "host",
-    "lsit": ["mlp"], "who_knows": 1,
-}  # fmt: skip
-
-
 def _notes(**file: object) -> list[str]:
     import tempfile
 
@@ -211,25 +200,6 @@ def _notes(**file: object) -> list[str]:
         json.dump({"dump_path": "d", **file}, config)
         config.flush()
         return list(read_settings(config.name).notes)
-
-
-@pytest.mark.parametrize("task", ["tensor", "statistics"])
-def test_each_key_of_a_task_that_does_nothing_is_one_note(task: str) -> None:
-    keys = UNSUPPORTED if task == "statistics" else {k: v for k, v in UNSUPPORTED.items() if k != "online_run_ut"}
-    notes = _notes(**{"task": task, task: {"list": ["mlp"], "data_mode": ["all"], **keys}})
-    assert len(notes) == len(keys), notes
-    for key, note in zip(keys, notes, strict=True):
-        assert note.startswith(f"{key} of the config file's {task} block is "), note
-        assert "ignored" in note
-    assert "run `accprobe opcheck DUMP`" in notes[0]
-    assert notes[-2] == f"lsit of the config file's {task} block is not known here; did you mean list?: ignored"
-
-
-def test_the_empty_places_of_a_template_say_nothing() -> None:
-    """msprobe's own config.json, as it is shipped."""
-    block = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics", "tensor_list": [],
-             "online_run_ut": False, "nfs_path": "", "host": "", "tls_path": ""}  # fmt: skip
-    assert _notes(task="statistics", rank=[], step=[], level="L1", statistics=block, tensor={"port": 1}) == []
 
 
 def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
@@ -242,17 +212,6 @@ def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
     assert found.notes == ()
     assert "summary_mode of the config file's statistics block is ignored" in _notes(
         task="statistics", statistics={"summary_mode": ["max"]})[0]  # fmt: skip
-
-
-def test_where_to_send_is_settled_at_the_start(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    line = {"online_run_ut": True, "nfs_path": str(tmp_path / "nfs"), "host": "", "port": -1}
-    config.write_text(json.dumps({"task": "tensor", "dump_path": str(tmp_path / "d"), "tensor": line}))
-    found = read_settings(config)
-    assert (found.sends, found.notes, found.probe.ops) == (config, (), True)
-    config.write_text(json.dumps({"task": "tensor", "tensor": {**line, "nfs_path": ""}}))
-    with pytest.raises(ConfigError, match=r"tensor\.port is -1: a number from 1 to 65535, or name nfs_path"):
-        PrecisionDebugger(config)
 
 
 @pytest.mark.parametrize(

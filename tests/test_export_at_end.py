@@ -1,7 +1,5 @@
 """torch_xray's files, written by themselves when a capture ends: of a script, refused ones, and after a kill -9."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

@@ -1,7 +1,5 @@
 """The entry points, each in a process of its own: what they import, what they refuse, what they settle."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -117,9 +115,7 @@ class Odd:
     (([Odd()],), {}, "did not wait for the workers' dumps (AssertionError: can only test a child process)"),
     ((), {"procs": []}, ""),
 ], ids=("position", "name", "error", "another name"))  # fmt: skip
-def test_workers_are_ended_whatever_happens_before(
-    monkeypatch: pytest.MonkeyPatch, static: bool, args: Any, kwargs: Any, line: str
-) -> None:
+def test_workers_are_ended_whatever_happens_before(monkeypatch, static, args, kwargs, line):
     called: list[Any] = []
     lines: list[str] = []
 

@@ -1,7 +1,5 @@
 """The names that users import stay what they are, whatever else has been imported."""
 
-from __future__ import annotations
-
 import pkgutil
 import subprocess
 import sys

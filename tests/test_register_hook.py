@@ -1,7 +1,5 @@
 """DumpConfig and register_hook with all the arguments that ait and msit gave them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

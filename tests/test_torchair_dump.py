@@ -1,7 +1,5 @@
 """The configuration of torchair: what is refused here, and, where torchair's sources are at hand, what it tells GE."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compiled code is kept in the user's cache and nowhere else, least of all beside the installed package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -10,8 +10,6 @@ Attention reads a copy of keys and values by slot that is kept here, because ker
 Not here: the cases and the sentences that are right (lab/cause_cases.py), the other kinds (accprobe_fault_kinds.py).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Most kinds change outputs and leave weights as they are, as a bad kernel does.
 Not here: how the plugin gets into vLLM (accprobe_faults.py); which rows (accprobe_fault_rows.py).
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable

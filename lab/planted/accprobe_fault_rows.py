@@ -19,8 +19,6 @@ A condition is one of these, or several joined by ``&``:
 Not here: what is done to the rows (accprobe_fault_kinds.py).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -12,8 +12,6 @@ joined by ``&``, all of which must hold when the model is loaded:
 Not here: what is done (accprobe_fault_kinds.py), to which rows (accprobe_fault_rows.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -15,8 +15,6 @@ Not here: the kinds (accprobe_fault_kinds.py, accprobe_cause_kinds.py); row cond
 engines' conditions (accprobe_fault_when.py); faults inside compiled graphs; sampler faults for the V2 runner.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What ranks hold of a tensor, made by hand: the inverse of align.shards.merge."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

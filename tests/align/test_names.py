@@ -1,7 +1,5 @@
 """Which taps and roles pair, and by which rule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

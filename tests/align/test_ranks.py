@@ -1,7 +1,5 @@
 """Dumps of one model cut over ranks in several ways: each compares with each, and differing copies are said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,9 +203,7 @@ def joined(place: Record, whole: np.ndarray, pieces: list[np.ndarray], widths: d
         (record("layers.0.attn.qkv_proj", "param.bias"), [32, 8, 8], [1, 2, 2], 4),  # two ranks hold each kv head
     ],
 )
-def test_blocks_come_in_the_order_of_one_rank(
-    place: Record, sizes: list[int], replicas: list[int], ranks: int, dim: int
-) -> None:
+def test_blocks_come_in_the_order_of_one_rank(place, sizes, replicas, ranks, dim):
     shape = [6, 6]
     shape[dim] = sum(sizes)
     whole = np.arange(6 * sum(sizes), dtype="f4").reshape(shape)

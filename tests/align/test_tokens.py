@@ -1,7 +1,5 @@
 """Requests and names of rows: supersession, flips and ranks, on row maps written by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace as Plain
 

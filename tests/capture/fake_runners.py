@@ -4,8 +4,6 @@ A CPU engine cannot show these: there both sides of a buffer pair are one tensor
 load beside the torch that the tests run with.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace as Plain

@@ -1,9 +1,6 @@
 """The setting of errcheck, and the command that starts, watches and reads."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +9,6 @@ from pathlib import Path
 import pytest
 from dump.errcheck_reports import report
 
-from vllm_accprobe.cli import main
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.findings import remove_clean, write
 
@@ -105,18 +101,3 @@ def test_exit_ends_a_command_that_does_not_end_itself(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("errcheck: first: NaN")
-
-
-def test_reading_afterwards_and_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, report(0))
-    assert main(["errcheck", "--read", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.startswith("errcheck: first: NaN")
-    assert main(["errcheck", "--dir", str(tmp_path), "--", "true"]) == 2
-    assert "already holds a dump or findings" in capsys.readouterr().err
-    assert main(["errcheck"]) == 2
-    assert "no command is named" in capsys.readouterr().err
-    assert main(["errcheck", "--kinds", "nans", "--", "true"]) == 2
-    assert "did you mean nan" in capsys.readouterr().err
-    assert main(["errcheck", "--read", str(tmp_path / "none")]) == 2
-    (tmp_path / "errcheck-rank0001.json").write_text(json.dumps({"schema": 9}))
-    assert main(["errcheck", "--read", str(tmp_path)]) == 2

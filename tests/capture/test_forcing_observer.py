@@ -1,10 +1,6 @@
 """Requests and steps as an engine tells them: who is forced, who is refused, and that serving goes on."""
 
-from __future__ import annotations
-
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace as Plain
 from typing import Any
 
@@ -60,27 +56,6 @@ def asks(name: str, prompt: int, scheduled: int, along: Any) -> Output:
 
 def goes_on(finished: tuple[str, ...] = (), **computed: int) -> Output:
     return replace(more(**computed), finished_req_ids=finished)
-
-
-def test_chunks_then_named_tokens_then_its_own(tmp_path: Path) -> None:
-    runner = Sampling()
-    observer = forced(runner, str(tmp_path / "steps"))
-    got = []
-    for out in (
-        asks("cmpl-mine-0-0123abcd", 6, 4, "70 71"),
-        *(goes_on(**{"cmpl-mine-0-0123abcd": n}) for n in (5, 6, 7)),
-    ):
-        runner.execute_model(out)
-        got.append(runner.sample_tokens())
-    assert got == [[1], [70], [71], [1]]
-    observer.close("test")
-    lines = [json.loads(line) for line in (tmp_path / "steps/steps-rank0.jsonl").read_text().splitlines()]
-    assert [line["requests"] for line in lines] == [
-        [["mine", 0, 4]],
-        [["mine", 5, 1]],
-        [["mine", 6, 1]],
-        [["mine", 7, 1]],
-    ]
 
 
 def test_others_in_the_batch_are_left_alone_and_a_name_is_free_again() -> None:
@@ -165,16 +140,6 @@ def test_rows_get_the_token_that_follows_what_is_computed() -> None:
     assert tokens_of_rows([Scheduled("b", 9, 1), again, Scheduled("c", 4, 1)], asked) == [-1, 52, -1]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_what_is_not_named_stays(dtype: torch.dtype) -> None:
-    sampled, rest = torch.tensor([1, 2, 3], dtype=dtype), object()
-    changed, kept = replaced((sampled, rest), [-1, 90, 0])
-    assert (changed.tolist(), changed.dtype, kept is rest) == ([1, 90, 0], dtype, True)
-    assert sampled.tolist() == [1, 2, 3]
-    assert replaced(sampled, [9, -1, -1]).tolist() == [9, 2, 3]  # releases before 0.10.2
-    assert replaced((sampled.view(3, 1), None), [9, -1, -1])[0].tolist() == [[9], [2], [3]]
-
-
 def test_other_rows_than_the_batch_has_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="the sampler has 3 rows, the batch 2"):
         replaced((torch.zeros(3), None), [1, 2])
@@ -189,3 +154,13 @@ def test_a_module_and_a_plain_object_are_wrapped_alike() -> None:
         assert wrap_method(sampler, "sample", lambda original, logits: original(logits) * 10) is not None
         assert sampler.sample(1) == 20
     assert wrap_method(None, "sample", lambda original: None) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_what_is_not_named_stays(dtype: torch.dtype) -> None:
+    sampled, rest = torch.tensor([1, 2, 3], dtype=dtype), object()
+    changed, kept = replaced((sampled, rest), [-1, 90, 0])
+    assert (changed.tolist(), changed.dtype, kept is rest) == ([1, 90, 0], dtype, True)
+    assert sampled.tolist() == [1, 2, 3]
+    assert replaced(sampled, [9, -1, -1]).tolist() == [9, 2, 3]  # releases before 0.10.2
+    assert replaced((sampled.view(3, 1), None), [9, -1, -1])[0].tolist() == [[9], [2], [3]]

@@ -1,7 +1,5 @@
 """Labels while a Probe runs, under torch.compile, off, and wrongly used: the model computes what it did."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,9 +137,7 @@ def test_wrong_use_is_said_once_counted_and_harms_nothing(tmp_path: Path, caplog
     assert len([r for r in dump.records if r.tap == "label:list"]) == 2
 
 
-def test_a_failure_inside_ends_the_capture_and_not_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_inside_ends_the_capture_and_not_the_model(tmp_path, monkeypatch, caplog):
     model = Labelled()
     expected = model(IDS)["logits"]
     with Probe(model, dir=str(tmp_path / "d")):
@@ -158,9 +154,7 @@ def test_off_a_call_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_task_alone_opens_nothing_and_an_engine_that_comes_later_has_the_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_alone_opens_nothing_and_an_engine_that_comes_later_has_the_labels(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
     set_task_id()
     assert not (tmp_path / "d").exists()

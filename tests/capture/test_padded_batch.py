@@ -1,7 +1,5 @@
 """The rectangle of a plain model's call: which rows are real, and whose."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Plain
 
 import torch

@@ -1,12 +1,8 @@
 """ait's example on a real model, a plain script: a chat loop, set_task_id, a patched model file, both levels."""
 
-from __future__ import annotations
-
 import csv
 import json
-import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +11,6 @@ import pytest
 from tiny_model import make
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.reader import open_dump
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED_COLUMNS = [
@@ -124,40 +119,3 @@ def test_the_numbers_are_the_formulas(chat: Path, tmp_path: Path) -> None:
         }
         for name, value in expected.items():
             assert found[low][name] == pytest.approx(value, rel=1e-9), name
-
-
-def test_tasks_are_steps_and_files_lie_in_the_dump(chat: Path) -> None:
-    dump = open_dump(chat / "dump")
-    assert dump.problems == []
-    assert sorted({step for _, step in dump.steps}) == [0, 1]
-    assert [(label.step, label.file, label.ending) for label in dump.labels.values()] == [(0, 0, "bin"), (1, 1, "bin")]
-    tasks = [label.task for label in dump.labels.values()]
-    assert [t.rpartition("_")[2] for t in tasks] == ["0", "1"]
-    for name in ("label-00000.bin", "label-00001.bin"):
-        file = chat / "dump" / "rank0000" / name
-        assert file.stat().st_mode & 0o777 == 0o600
-    assert math.prod(next(r for r in dump.records if r.role == "acl").shape) > 0
-
-
-def test_summary_and_compare_know_labels(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(chat / "dump")]) == 0
-    assert "label:data_" in capsys.readouterr().out
-    shutil.copytree(chat / "dump", tmp_path / "copy")
-    assert main(["compare", str(chat / "dump"), str(tmp_path / "copy"), "--out", str(tmp_path / "out")]) == 0
-
-
-def test_off_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import torch
-
-    from vllm_accprobe import gen_id, set_label, set_task_id
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VLLM_ACCPROBE", "0")
-    monkeypatch.delenv("AIT_CMP_TASK_ID", raising=False)
-    set_task_id()
-    set_label("pta", gen_id(), torch.ones(2))
-    assert "AIT_CMP_TASK_ID" not in os.environ
-    assert capsys.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """The probe on a plain torch model: every value that a by-hand run sees stands in the dump; nothing else changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Data-parallel replicas: which global rank is which, as vLLM's releases and launchers tell it, and who misses one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 What real engines do is shown in tests/e2e; here is the order of calls that needs other models, releases or machines.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -214,9 +212,7 @@ def test_drafts_that_the_runner_takes_out_are_no_rows(start: Start) -> None:
 
 
 @pytest.mark.parametrize("missing", ["req_states", "input_batch"])
-def test_a_runner_without_what_tells_its_rows_is_refused_as_it_loads(
-    start: Start, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_a_runner_without_what_tells_its_rows_is_refused_as_it_loads(start, monkeypatch, missing):
     lines: list[str] = []
     monkeypatch.setattr(capture_runner, "say", lines.append)
     runner: Any = PoolingV2() if missing == "req_states" else Runner(pools=True)
@@ -239,9 +235,7 @@ def test_a_grammar_that_cannot_be_read_ends_the_capture_and_not_the_step(start: 
     assert "AttributeError" in closed(probe).errors[0]["message"]
 
 
-def test_a_runner_that_cannot_be_looked_at_is_refused_and_loads_its_model(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_that_cannot_be_looked_at_is_refused_and_loads_its_model(start, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(capture_runner, "say", said.append)
     runner = Runner(pools=False)

@@ -6,8 +6,6 @@ a second old ends at a page). All numbers are small integers, so that no kernel 
 again by ACCPROBE_REFREEZE=1.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

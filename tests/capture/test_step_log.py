@@ -1,7 +1,5 @@
 """The file of steps: whole lines, its owner's only, there when the process is killed a little later."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

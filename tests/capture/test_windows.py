@@ -1,9 +1,6 @@
 """Windows of a capture on a runner by hand: which requests, rows and modules each of them leaves in the dump."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Plain
 from typing import Any
@@ -58,9 +55,6 @@ class Served:
     def closed(self) -> Dump:
         self.probe.close("test")
         return open_dump(self.probe.root)
-
-
-Start = Callable[..., Served]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What the scheduler's process reads, and that it travels with the step as it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -118,9 +116,7 @@ def test_the_words_travel_with_the_step(method: str, tmp_path: Path) -> None:
     assert len(core.scheduler.asked) == 2  # looked at once, whatever the number of steps
 
 
-def test_nothing_that_a_file_does_to_its_reader_ends_the_engine(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_that_a_file_does_to_its_reader_ends_the_engine(tmp_path, said, monkeypatch):
     def broken(path: Path) -> ArmSelection:
         raise RecursionError("too deep")
 

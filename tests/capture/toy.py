@@ -1,8 +1,6 @@
 """A small language model with everything that makes taps hard: a shared instance, an in-place operator, a class whose
 call goes past the hooks, strided views, keyword arguments, and a forward that may fail."""
 
-from __future__ import annotations
-
 import torch
 
 

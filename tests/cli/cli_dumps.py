@@ -1,8 +1,7 @@
 """A small dump for the commands' tests, through the real writer."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from dump.dumps import put_event
@@ -70,4 +69,32 @@ def make(root: Path, ranks: int = 1, *, close: bool = True, stats: bool = False)
             w.close("done", {})
         else:
             assert w.flush()
+    return root
+
+
+def tensor(role: str, shape: list[int], low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"tensor": {"role": role, "dtype": "float32", "shape": shape, "stride": [1] * len(shape), "device": "cpu",
+                       "min": low, "max": high, "nan": 0, "inf": 0, **more}}  # fmt: skip
+
+
+def dump_of_operators(root: Path) -> Path:
+    """Two calls of mm in two modules and shapes, one of them stored, and one of add_ in step 1 outside any module."""
+    write_run_json(root, {"model": "tests"})
+    writer = RankWriter(root, 0, {}, budget_bytes=1 << 20)
+    values = np.arange(4, dtype=np.float32)
+    event = {"event": "tensor", "step": 0, "tap": "a::aten.mm.default", "class": "aten.mm.default", "role": "output.0",
+             "call": 0, "seq": 1, "dtype": "float32", "shape": [2, 2]}  # fmt: skip
+    put_event(writer, values, event)
+    for module, rows, high in (("a", 2, 3.0), ("b", 5, 9.0)):
+        writer.line({
+            "event": "op", "step": 0, "tap": f"{module}::aten.mm.default", "op": "aten.mm.default", "call": 0, "seq": 0,
+            "module": module, "args": [tensor("input.0", [rows, 2], 0, 1), tensor("input.1", [2, 2], 0, 1)],
+            "outputs": [tensor("output.0", [rows, 2], -1.5, high, nan=rows)], "mutates": [],
+        })  # fmt: skip
+    x = tensor("input.0", [7], 0, 1, after={"min": 2.0, "max": 4.0, "nan": 0, "inf": 1})
+    writer.line({
+        "event": "op", "step": 1, "tap": "::aten.add_.Tensor", "op": "aten.add_.Tensor", "call": 0, "seq": 0,
+        "module": None, "args": [x, 2], "outputs": [], "mutates": ["input.0"],
+    })  # fmt: skip
+    writer.close("test", {"skipped": {}})
     return root

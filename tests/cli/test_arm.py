@@ -1,7 +1,5 @@
 """``accprobe arm`` as typed: what it writes, and where it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

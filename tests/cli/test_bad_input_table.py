@@ -5,8 +5,6 @@ is locked, Ctrl-C comes before a file is in place; and a pipe that closes, anoth
 change neither exit code nor files. All in this process: root loses its power over permissions for a moment, a full disk
 is RLIMIT_FSIZE, a terminal is a stream. Not here: processes that are killed (test_killed_commands.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io
@@ -219,9 +217,7 @@ TABLE += [(command, what) for command, kinds in OTHER_KIND.items() for what in k
 
 
 @pytest.mark.parametrize(("command", "what"), TABLE)
-def test_what_cannot_be_read_is_one_line(
-    command: str, what: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_cannot_be_read_is_one_line(command, what, there, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(there)
     words = [what if w == "@" else w.replace("OUT", str(tmp_path / "out")) for w in READ[command]]
     before = state(there)
@@ -238,9 +234,7 @@ _whole: dict[str, int] = {}
 
 
 @pytest.mark.parametrize(("command", "what"), [(c, w) for w in WORKS for c in [*[*READ][:20], "pack"]])
-def test_what_is_there_of_a_damaged_dump_is_read(
-    command: str, what: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_is_there_of_a_damaged_dump_is_read(command, what, there, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(there)
     copy = tmp_path / what
     shutil.copytree(there / what, copy)
@@ -309,9 +303,7 @@ def files(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("command", "kind"), [(c, k) for k in KINDS for c in WRITE if WRITE[c][1] or k in KINDS[4:]])
-def test_trouble_while_writing(
-    command: str, kind: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_trouble_while_writing(command, kind, there, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(there)
     typed, most, verdict = WRITE[command]
     words: Callable[[Path], list[str]] = lambda out: [w.replace("OUT", str(out)) for w in typed.split()]  # noqa: E731

@@ -2,9 +2,6 @@
 sentences that were wrong once, and paths that miss their dump by a folder and find it. Dumps that cannot be read or are
 of another kind, and trouble while writing: test_bad_input_table.py."""
 
-from __future__ import annotations
-
-import json
 import os
 import subprocess
 import sys
@@ -126,15 +123,6 @@ def test_a_link_is_no_dump_below(tmp_path: Path, there: Path) -> None:
         open_dump(tmp_path)
 
 
-def test_compare_goes_on_with_the_dump_that_it_found(here: Path, capsys: Any) -> None:
-    out = str(here / "out")
-    assert main(["compare", "one", "mine/rank0000", "--no-replay", "--out", out]) == 1
-    shown = capsys.readouterr().out
-    assert "note: golden: one is no dump but holds one: one/deep/run1 was opened" in shown
-    assert "note: mine: mine/rank0000 is a part of a dump: all of mine was opened" in shown
-    assert f"FAIL: {DOWN}" in shown
-
-
 @pytest.mark.parametrize("again", ["golden/rank0000", "golden/run.json", "golden/rank0000/journal.jsonl", "around"])
 def test_the_same_dump_by_way_of_its_parts_is_refused(again: str, here: Path, capsys: Any) -> None:
     if again == "around":
@@ -142,12 +130,6 @@ def test_the_same_dump_by_way_of_its_parts_is_refused(again: str, here: Path, ca
     golden, mine = (here / "around", here / "around" / "run1") if again == "around" else ("golden", again)
     code, line = refused(capsys, ["compare", str(golden), str(mine), "--out", str(here / "out")])
     assert (code, "are the same dump" in line) == (2, True)
-
-
-def test_opcheck_takes_the_file_of_a_dump(here: Path, capsys: Any) -> None:
-    file = next(Path("a_msprobe_tensor/golden").glob("step0/*/dump.json"))
-    assert main(["opcheck", str(file), "-j", "0", "--ops", "Functional.silu", "--out", str(here / "out")]) == 0
-    assert "calls checked" in capsys.readouterr().out
 
 
 # --- sentences that were wrong --------------------------------------------------------------------------------------
@@ -188,12 +170,6 @@ def test_kl_divergences_that_are_there_are_not_said_to_be_missing(tmp_path: Path
     assert "the KL divergence was not measured: compare the dumps again" in capsys.readouterr().out
 
 
-def test_calibrate_names_the_run_and_no_option(here: Path, capsys: Any) -> None:
-    code, line = refused(capsys, ["compare", "golden", "a_msprobe_tensor/golden", "--calibrate", str(here / "out")])
-    assert code == 3
-    assert line.startswith("a_msprobe_tensor/golden is no other run of golden's side: nothing could be compared")
-
-
 def test_gentest_draws_of_statistics_and_knows_nothing_that_failed(here: Path, capsys: Any) -> None:
     for dump in ("stats", "a_msprobe_stat/golden"):
         code, line = refused(capsys, ["gentest", dump, "--failed", "--out", str(here / "out")])
@@ -216,13 +192,6 @@ def test_a_file_among_the_globs_of_summary(here: Path, capsys: Any) -> None:
     assert (here / "mine.txt").read_text() == "my own notes"
     code, line = refused(capsys, ["inspect", "plain", "*.nothing"])
     assert (code, "*.nothing" in line) == (3, True)
-
-
-def test_summary_of_operators_that_were_not_captured(here: Path, capsys: Any) -> None:
-    code, line = refused(capsys, ["inspect", "plain", "--ops"])
-    assert (code, line) == (
-        3, "plain: it holds no operator calls: capture them with VLLM_ACCPROBE_OPS=1, or `accprobe run --ops`",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -253,23 +222,9 @@ def test_run_says_that_the_machine_ran_out_of_memory(monkeypatch: pytest.MonkeyP
     assert run._ending(143, 2).endswith("SIGTERM; this machine ran out of memory meanwhile and killed 2 processes")
 
 
-def test_nothing_stays_of_trying_a_place(tmp_path: Path) -> None:
-    from vllm_accprobe.cli.places import writable
-
-    writable(tmp_path / "a" / "b")
-    assert not os.listdir(tmp_path)
-
-
 def test_formats_says_what_no_dump_is(here: Path, capsys: Any) -> None:
     code, line = refused(capsys, ["inspect", "--formats", "empty"])
     assert (code, line.startswith("empty is an empty directory, not a dump")) == (2, True)
     assert main(["inspect", "--formats", "one"]) == 0
     said = capsys.readouterr()
     assert (said.out, "one/deep/run1" in said.err) == ("accprobe\n", True)
-
-
-def test_a_report_is_no_json_of_a_dump(here: Path) -> None:
-    """What compare writes beside a dump is not taken for one."""
-    (here / "compare.json").write_text(json.dumps({"schema": 1}))
-    with pytest.raises(DumpError):
-        open_dump(here / "compare.json")

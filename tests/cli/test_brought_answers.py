@@ -1,7 +1,5 @@
 """Folders and files of evaluations as people bring them: recognised, read, and answered in the tool's own words."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -155,9 +153,7 @@ def test_each_is_read_and_answered(name: str, tmp_path: Path, capsys: pytest.Cap
     assert same == 2  # one folder is named twice
 
 
-def test_equal_texts_pass_and_prompts_of_others_are_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_texts_pass_and_prompts_of_others_are_written(tmp_path, capsys):
     for side, wrong in (("a", {3}), ("b", {3}), ("c", {3, 7})):
         write_samples(tmp_path / side / "predictions/m/law.jsonl", predicted(wrong, side, 9))
     assert main(["eval-diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0

@@ -1,8 +1,6 @@
 """Where only vllm-accprobe-capture is installed: capture and compare work; what needs more says in one line what it
 lacks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

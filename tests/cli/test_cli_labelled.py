@@ -1,7 +1,5 @@
 """``accprobe labels --exec``: a program that labels tensors, and the table of its pairs, in one command."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
@@ -74,20 +72,6 @@ def test_a_difference_and_a_failing_command(tmp_path: Path) -> None:
     assert (tmp_path / "o2/labels.csv").exists()
 
 
-def test_the_library_writes_too(tmp_path: Path) -> None:
-    """By --type, or by the variables of ATB's ancestor, which are taken."""
-    done = labels("--exec", "bash run.sh", "--type", "layer", "tensor", "-d", "d1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "types layer|tensor 0,0 None" in done.stdout
-    assert len(rows(tmp_path / "accprobe-labels")) == 3
-    ancestor = {"ACLTRANSFORMER_SAVE_TENSOR": "1", "ACLTRANSFORMER_SAVE_TENSOR_MAX": "2",
-                "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "SelfAttentionOpsChatglm6bRunner"}  # fmt: skip
-    done = labels("--exec", "bash run.sh", "-d", "d2", "-o", "o2", cwd=tmp_path, **ancestor)
-    assert done.returncode == 0, done.stderr
-    assert "types tensor 0,1 selfattentionopschatglm6brunner" in done.stdout
-    assert "ACLTRANSFORMER_SAVE_TENSOR_MAX=2 is taken as --atb-range 0,1" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -99,10 +83,7 @@ def test_the_library_writes_too(tmp_path: Path) -> None:
         (["--exec", "nosuchprogram"], 2, "nosuchprogram: no such command"),
     ],
 )
-def test_refused_in_a_line(
-    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_refused_in_a_line(words, code, said, tmp_path, monkeypatch, capfd):
     for name in [n for n in os.environ if n.startswith(("VLLM_ACCPROBE", "ATB_", "ACL"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

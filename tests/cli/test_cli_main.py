@@ -1,7 +1,5 @@
 """The command line as a stranger meets it: help, errors, exit codes, what gets imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -52,30 +50,6 @@ def test_help_lists_every_command(capsys):
         said = capsys.readouterr()
         assert said.err == ""
         assert f"accprobe {command}" in said.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["sumary", "x"], "No such command 'sumary'"),
-        (["inspect"], "DUMP is missing"),
-        (["inspect", "here", "--stepp", "1"], "No such option"),
-        (["inspect", "here", "--limit", "many"], "Invalid value for '--limit'"),
-        (["inspect", "nowhere"], "nowhere does not exist: name a dump's directory or file"),
-        (["inspect", "--repair", "nowhere"], "nowhere does not exist"),
-        (["inspect", "nowhere", "tap"], "nowhere does not exist"),
-        (["convert", "nowhere", "out.h5"], "nowhere does not exist"),
-        (["convert", "nowhere", "out.pt"], "--to: pt is not one of h5, npz"),
-    ],
-)
-def test_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, line):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("accprobe: ")
-    assert line in said.err
-    assert said.err.count("\n") == 1
 
 
 def test_an_error_leaves_the_process_with_its_code(tmp_path):

@@ -1,7 +1,5 @@
 """Completion by the shells' own means: what bash runs, what it is answered, and that nothing heavy is loaded."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -94,17 +92,6 @@ def until(done: Callable[[], bool], terminal: FileIO, seconds: float = 60) -> No
                 terminal.read(4096)
             except OSError:  # it is gone
                 return
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_has_its_script(shell: str):
-    done = subprocess.run(
-        [str(ACCPROBE)], env={**os.environ, "_ACCPROBE_COMPLETE": f"source_{shell}"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0
-    assert "accprobe" in done.stdout
-    assert "_ACCPROBE_COMPLETE" in done.stdout
-    assert not done.stderr
 
 
 def test_completing_loads_nothing_heavy():

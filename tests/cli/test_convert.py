@@ -1,7 +1,5 @@
 """``convert --to onnx`` and ``summary --tree``: what they say, and what they refuse in one line."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -72,10 +70,7 @@ def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["inspect", "DUMP", "--tree", "--csv", "x.csv"], "--tree shows one step"),
     ],
 )
-def test_refused_in_a_line(
-    words: list[str], said: str, dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_refused_in_a_line(words, said, dump, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     places = {"DUMP": str(dump), "JSON": str(write(tmp_path / "ait_dump")) if "JSON" in words else ""}
     assert main([places.get(w, w) for w in words]) == 2

@@ -4,8 +4,6 @@ What is run writes the dumps of an engine (doctor/graphs/small_engine.py) and ta
 one is in tests/e2e/test_taps_change_nothing.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doctor.small_engine import CHANGES, EAGER, TAPS
+from doctor.small_engine import CHANGES, TAPS
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCPROBE = Path(sys.executable).parent / "accprobe"
@@ -82,12 +80,6 @@ def test_taps_that_change_the_result_are_exit_code_1(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert (said["verdict"], said["culprits"][0]["module"]) == ("changed", TAPS[3])
     assert "which of 6: at most 4 more runs" in done.stderr
-
-
-def test_an_eager_engine_is_exit_code_3(tmp_path: Path) -> None:
-    done = doctor("--graphs", "--", sys.executable, "-c", ENGINE, cwd=tmp_path, **{EAGER: "1"})
-    assert done.returncode == 3
-    assert done.stdout.splitlines()[-1].startswith("nothing could be proved: the engine is eager")
 
 
 def test_a_server_is_asked_and_ended(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Ctrl-C in real processes: one line with what was kept and the words that go on, exit code 130, no process left."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shlex

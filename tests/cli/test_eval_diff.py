@@ -1,7 +1,5 @@
 """``accprobe gate TRAINER.jsonl MINE`` as typed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a gate does after its culprit is healed: each round, and how the search ends. Servers and dumps are invented."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

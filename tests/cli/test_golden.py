@@ -61,9 +61,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect x.golden --limit 1", 0, "is a golden pack"),
     ],
 )
-def test_commands(
-    home: Path, words: str, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands(home, words, code, said, capsys, monkeypatch):
     monkeypatch.chdir(home)
     assert main(words.split()) == code
     out, err = capsys.readouterr()

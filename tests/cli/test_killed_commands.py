@@ -1,8 +1,7 @@
 """No process that a command started outlives it, however the command dies, and whatever the process is doing."""
 
-from __future__ import annotations
-
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,13 +96,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
-def test_a_command_that_is_killed_leaves_nothing_behind(
-    place: Path, command: str, number: int, request: pytest.FixtureRequest
-) -> None:  # fmt: skip
-    import shlex
+KILLED = [(name, signal.SIGKILL) for name in COMMANDS]
+KILLED += [(name, number) for name in ("compare", "opcheck", "run-shell") for number in (signal.SIGTERM, signal.SIGHUP)]
 
+
+@pytest.mark.parametrize(("name", "number"), KILLED)
+def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, request):
+    command = COMMANDS[name]
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))
     mark = f"{request.node.name}-{os.getpid()}"
     children = 2 if command.startswith("opcheck") or "&" in command else 1

@@ -1,7 +1,5 @@
 """A walk over all commands: one name is one thing everywhere, lists are given in one way, older names still work."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator

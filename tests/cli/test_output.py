@@ -1,7 +1,5 @@
 """``--json`` of every command: one object on stdout and nothing else, the same exit code, refusals as ever."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from cli_dumps import TAPS, make
+from cli_dumps import TAPS, dump_of_operators, make
 from odd_server import completion, odd
 from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
@@ -133,9 +131,7 @@ def test_every_command_is_here() -> None:
 
 
 @pytest.mark.parametrize("command", WORDS)
-def test_one_object_and_the_same_exit_code(
-    command: str, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_object_and_the_same_exit_code(command, places, tmp_path, monkeypatch, capfd):
     code, words, fields = WORDS[command]
     for file in places.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -233,8 +229,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dump(home / "golden", noise=0)
     dump(home / "mine", GAIN)
     make(home / "plain")
-    from cli.test_inspect_dump import dump_of_operators
-
     dump_of_operators(home / "ops")
     build_calls(home / "calls", "layers.0.norm")
     (home / "config.json").write_text(json.dumps(CONFIG))
@@ -335,9 +329,7 @@ def test_a_row_that_has_no_room() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(("total", "line"), [(8, "send: 3 of 8"), (1, "send")])
-def test_a_line_while_something_waits(
-    terminal: bool, total: int, line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_while_something_waits(terminal, total, line, monkeypatch, capfd):
     """On stderr alone, at the pace of a terminal or of a pipe; where there are steps, a terminal has a bar instead."""
     assert (waiting.TERMINAL_S, waiting.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
     monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)

@@ -1,9 +1,6 @@
 """No command writes into a dump, or over somebody else's file of a name that it uses."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -39,9 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["compare.csv", "compare.json", "compare.html", "measured.npz", "replay.json"])
-def test_compare_writes_over_nothing_that_is_not_its_own(
-    name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_writes_over_nothing_that_is_not_its_own(name, pair, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text(THEIRS)
@@ -76,9 +71,7 @@ def test_nor_through_a_link(pair: tuple[str, str], tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     "place", ["golden", "mine", "golden/report", "mine/rank0000/new/er", "other", "other/rank0000"]
 )
-def test_no_report_goes_into_a_dump(
-    place: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_report_goes_into_a_dump(place, pair, tmp_path, capsys):
     """Be it read by the command or not, and below it; and by way of a link."""
     make(tmp_path / "other")
     (tmp_path / "link").symlink_to(tmp_path / place)
@@ -89,26 +82,6 @@ def test_no_report_goes_into_a_dump(
         said = refused(capsys, "compare", *pair, "--no-replay", "--out", str(tmp_path / out))
         assert "which is never written into: name another directory with --out" in said
     assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "name", ["a_msprobe_tensor", "b_sglang_tp", "c_msit_torch", "e_atb", "f_torchair", "d_xray_h5"]
-)
-def test_nor_into_another_tools(
-    name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = next(p for p in sorted(unpack(name, tmp_path).iterdir()) if p.is_dir())
-    assert "is a dump, which is never" in refused(capsys, "compare", *pair, "--no-replay", "--out", str(root))
-
-
-def test_nor_into_a_folder_of_files_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """There the report's own measured.npz would be a tensor the next time."""
-    for side in ("golden", "mine"):
-        (tmp_path / side).mkdir()
-        np.save(tmp_path / side / "x.npy", np.ones((2, 2), np.float32))
-    sides = [str(tmp_path / s) for s in ("golden", "mine")]
-    assert "lies in the dump" in refused(capsys, "compare", *sides, "--out", str(tmp_path / "mine/report"))
-    assert "is a dump" in refused(capsys, "compare", *sides, "--out", str(tmp_path / "golden"))
 
 
 def test_another_programs_run_json_makes_no_dump(pair: tuple[str, str], tmp_path: Path) -> None:
@@ -151,9 +124,7 @@ def words(command: str, tmp_path: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("command", WRITERS)
-def test_no_command_writes_into_a_dump(
-    command: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_writes_into_a_dump(command, pair, tmp_path, capsys):
     make(tmp_path / "other")
     for inside in ("golden", "other"):
         if command == "gentest":
@@ -165,9 +136,7 @@ def test_no_command_writes_into_a_dump(
 
 
 @pytest.mark.parametrize(("command", "name"), [(c, n) for c, names in FILES.items() for n in names])
-def test_no_command_writes_over_what_is_not_its_own(
-    command: str, name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_writes_over_what_is_not_its_own(command, name, pair, tmp_path, capsys):
     out = tmp_path / "results"
     out.mkdir()
     (out / name).write_text(THEIRS)
@@ -209,26 +178,6 @@ def test_a_part_that_a_run_left_behind_is_its_own(tmp_path: Path) -> None:
 
 
 # --- the same dump given twice is a slip of the hand, and is said; a copy of it is compared ---
-
-
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = make(tmp_path / "golden")
-    (tmp_path / "link").symlink_to(golden)
-    (tmp_path / "above").symlink_to(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for again in ("golden", "./golden/", "link", "above/link", str(golden), "golden/rank0000"):
-        said = refused(capsys, "compare", "golden", again, "--no-replay", "--out", "out")
-        assert "GOLDEN and MINE are the same dump" in said, again
-    assert not (tmp_path / "out").exists()
-    shutil.copytree(golden, tmp_path / "copy")
-    assert main(["compare", "golden", "copy", "--no-replay", "--out", "out"]) == 0
-
-
-def test_one_file_by_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "a.npy", np.ones(4))
-    os.link(tmp_path / "a.npy", tmp_path / "b.npy")
-    assert "same dump" in refused(capsys, "compare", str(tmp_path / "a.npy"), str(tmp_path / "b.npy"))
-    assert "same dump" in refused(capsys, "compare", str(tmp_path), str(tmp_path / "b.npy"))
 
 
 def test_a_part_of_it(tmp_path: Path) -> None:
@@ -276,3 +225,23 @@ def test_opcheck_and_opdiff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     one, file = str(tmp_path / "one"), str(tmp_path / "one/opcheck.csv")
     for words in ((one, one), (file, one), (one, file)):
         assert "same" in refused(capsys, "opdiff", *words, "--out", str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(
+    "name", ["a_msprobe_tensor", "b_sglang_tp", "c_msit_torch", "e_atb", "f_torchair", "d_xray_h5"]
+)
+def test_nor_into_another_tools(
+    name: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = next(p for p in sorted(unpack(name, tmp_path).iterdir()) if p.is_dir())
+    assert "is a dump, which is never" in refused(capsys, "compare", *pair, "--no-replay", "--out", str(root))
+
+
+def test_nor_into_a_folder_of_files_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There the report's own measured.npz would be a tensor the next time."""
+    for side in ("golden", "mine"):
+        (tmp_path / side).mkdir()
+        np.save(tmp_path / side / "x.npy", np.ones((2, 2), np.float32))
+    sides = [str(tmp_path / s) for s in ("golden", "mine")]
+    assert "lies in the dump" in refused(capsys, "compare", *sides, "--out", str(tmp_path / "mine/report"))
+    assert "is a dump" in refused(capsys, "compare", *sides, "--out", str(tmp_path / "golden"))

@@ -1,7 +1,5 @@
 """``accprobe gate --self URL`` as typed, of a server that is made up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -61,12 +59,6 @@ def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) 
     assert code == bool(fault), said
     assert json.loads(Path("out/self.json").read_text())["odd"] == {"decode": ["scoring"], "": []}.get(fault, [fault])
     assert "answers are compared up to the first other token" in said
-
-
-def test_a_server_that_scores_nothing(prompts: Path, capsys: Any) -> None:
-    with FakePaths(scores=False, forced=False).serve() as (url, _):
-        assert main(["self-check", "--prompts", str(prompts), "--out", "out", url]) == 0
-    assert "not compared: scoring: the server does not tell" in capsys.readouterr().out
 
 
 def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> None:

@@ -1,7 +1,5 @@
 """``accprobe send`` as typed: what is wrong is one line, and costs nothing; the rest is in gate/sending."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path
@@ -62,9 +60,7 @@ def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, caps
 
 
 @pytest.mark.parametrize("progress", [False, True])
-def test_the_pace_of_lines_in_a_pipe(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, progress: bool
-) -> None:
+def test_the_pace_of_lines_in_a_pipe(here, monkeypatch, capsys, progress):
     monkeypatch.setattr("vllm_accprobe.waiting.TERMINAL_S", 0.3)
     Path("bin/vllm").write_text("#!/bin/sh\nsleep 1\nexit 3\n")
     words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * progress]

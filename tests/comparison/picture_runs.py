@@ -1,7 +1,5 @@
 """Runs whose first request has a picture, prepared in one way or another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ Rows are computed one by one, so that batching alone changes no bit; bfloat16 is
 dump is an object with the reader's face and everything in memory; `write` puts the same through the real writer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Modules that were built otherwise than config.json asks are found by key; right ones are silent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -197,9 +195,7 @@ WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_a
     ({"model_type": "qwen3_next", "num_attention_heads": 4, "attn_output_gate": False}, (QKV, "QKVParallelLinear"),
      "total_num_heads", 4),
 ])  # fmt: skip
-def test_what_a_family_makes_of_its_config(
-    config: dict[str, Any], module: tuple[str, str], name: str, right: int
-) -> None:
+def test_what_a_family_makes_of_its_config(config, module, name, right):
     def of(value: int) -> list[Any]:
         attrs = {name: [value - 1, 0] if "window" in name else value}
         return [m.due for m in built(config, (*module, attrs)).mismatches if m.name == name]
@@ -342,9 +338,7 @@ def test_code_that_hands_something_else_to_a_part() -> None:
     (("v/a.py:1", {}), ("v/a.py:1", {"output.0": "x"}), (), False),
     (("v/a.py:1", 3), ("v/a.py:1", [3]), (), False),
 ])  # fmt: skip
-def test_formulas_of_one_package_and_of_the_same_children_are_compared(
-    mine: Any, golden: Any, children: tuple[str, ...], found: bool
-) -> None:
+def test_formulas_of_one_package_and_of_the_same_children_are_compared(mine, golden, children, found):
     def dump(source: str, code: Any, inside: tuple[str, ...]) -> Any:
         parts = [Module(f"layers.0.{name}", "Odd", 1) for name in inside]
         return SimpleNamespace(modules={0: [Module("layers.0", "OddLayer", 0, {"forward": code}, source), *parts]})

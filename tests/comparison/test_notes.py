@@ -1,7 +1,5 @@
 """Notes beside the verdict: constants that differ, image hashes, no tensors at all, taps that changed the result."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

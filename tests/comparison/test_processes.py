@@ -1,7 +1,5 @@
 """Processes of this machine measure what the command compares; one is killed midway, or all are."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

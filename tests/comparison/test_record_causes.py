@@ -1,7 +1,5 @@
 """Modules that were passed over and poolers' rows are found by the bits of their tensors; golden's own ways are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,9 +50,7 @@ def layers(passed: int) -> Fake:
 
 
 @pytest.mark.parametrize(("golden", "mine", "said"), [(0, 2, "in 2 of 3 calls"), (0, 0, ""), (1, 3, "")])
-def test_a_module_that_returns_its_inputs_is_passed_over_where_goldens_never_does(
-    golden: int, mine: int, said: str
-) -> None:
+def test_a_module_that_returns_its_inputs_is_passed_over_where_goldens_never_does(golden, mine, said):
     found = passed_over((layers(golden), layers(mine)))
     assert list(found) == (["model.layers.0"] if said else [])
     assert all(c["text"].startswith(said) and c["family"] == "address" for c in found.values())

@@ -1,8 +1,6 @@
 """Positions and token ids that a runner handed to a model: right ones are silent, wrong ones are named with rows and
 chunk."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

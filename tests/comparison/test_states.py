@@ -1,7 +1,5 @@
 """The ledgers' findings in a comparison: first in every report, and the verdict whatever the tensors say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

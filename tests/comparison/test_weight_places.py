@@ -1,7 +1,5 @@
 """Wrong weights by the fingerprints of two dumps: which rank's rows, and where they stand in golden's whole tensor."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

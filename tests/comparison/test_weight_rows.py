@@ -1,7 +1,5 @@
 """Wrong weights planted in arrays: where their rows stand, and what their values are, is said in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -5,8 +5,6 @@ which taps are placed, as compiled code does: ``CHANGES`` names modules whose ta
 program, or called in a test's process. The dump is written by the real writer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

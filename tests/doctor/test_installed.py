@@ -1,7 +1,5 @@
 """Package metadata made on the spot, in a directory that stands for site-packages."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

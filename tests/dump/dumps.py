@@ -1,7 +1,5 @@
 """Makes dumps for these tests through the real writer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank of errcheck may have found."""
 
-from __future__ import annotations
-
 from vllm_accprobe.dump.findings import GOOD_BAD, FirstBad, RankReport
 
 ROW = {"request": "r1", "position": 45, "phase": "decode", "row": 3}

@@ -1,7 +1,5 @@
 """Who ends an engine waits for what it writes, and not for what it does not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -69,9 +67,7 @@ class Engine:
         ("d/errcheck", 1.5, "hangs", 1.4, True),
     ],
 )
-def test_a_front_end_waits_while_a_dump_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, writes: float, then: str, least: float, alive: bool
-) -> None:
+def test_a_front_end_waits_while_a_dump_is_written(tmp_path, monkeypatch, root, writes, then, least, alive):
     monkeypatch.setattr(journal_writer, "SETTLE_S", 0.5)
     engine = Engine(tmp_path / root, writes, then)
     try:
@@ -86,9 +82,7 @@ def test_a_front_end_waits_while_a_dump_is_written(
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_the_front_end_of_each_release_waits_before_it_kills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool
-) -> None:
+def test_the_front_end_of_each_release_waits_before_it_kills(tmp_path, monkeypatch, newer):
     """0.11 to 0.15 (v1/utils.py: 301): ``shutdown(procs)``, five seconds; from 0.18 on with a ``timeout``, 0 as it is
     configured. Both are looked up in v1/engine/utils.py when the engine ends."""
     found: list[tuple[bool, dict[str, float]]] = []
@@ -120,9 +114,7 @@ def test_the_front_end_of_each_release_waits_before_it_kills(
 
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize(("writes", "then"), [(1.5, "ends"), (0.5, "hangs")])  # what hangs is vLLM's to kill
-def test_an_engine_waits_for_what_its_workers_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static: bool, writes: float, then: str
-) -> None:
+def test_an_engine_waits_for_what_its_workers_write(tmp_path, monkeypatch, static, writes, then):
     written: list[bool] = []
 
     def _ensure_worker_termination(*args: list[Engine]) -> None:

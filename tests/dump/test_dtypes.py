@@ -1,7 +1,5 @@
 """Bits and numbers of every dtype, against hand-computed values and, where it is installed, torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Each kind of journal line is written as the journal has it, byte for byte, and read back as it was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

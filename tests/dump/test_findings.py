@@ -1,7 +1,5 @@
 """Reports of ranks: written and read, which of them is the first, and what is said of them."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import replace
@@ -10,16 +8,7 @@ from pathlib import Path
 import pytest
 from dump.errcheck_reports import FOUND, report
 
-from vllm_accprobe.dump.findings import (
-    BAD_BAD,
-    ErrcheckError,
-    alive,
-    earliest,
-    lines,
-    read,
-    sentence,
-    write,
-)
+from vllm_accprobe.dump.findings import ErrcheckError, alive, earliest, lines, read, write
 
 
 def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -57,29 +46,14 @@ def test_the_earliest_of_all_ranks() -> None:
     assert earliest([report(0, None)]) == []
 
 
-def test_what_is_said() -> None:
-    assert sentence(FOUND) == (
-        "NaN in model.layers.3.mlp output.0 [MLP], step 7, request r1 position 45 (decode): good in, bad out (2 NaN)"
-    )
-    between = replace(FOUND, verdict=BAD_BAD, before="model.layers.3.norm", bad_rows=3, call=2)
-    assert lines([report(0, between), report(1, replace(FOUND, step=9), later=4), report(2, None)]) == [
-        "first: NaN in model.layers.3.mlp output.0 (call 2) [MLP], step 7, request r1 position 45 (decode) and 2 more "
-        "rows: bad in, bad out (2 NaN), rank 0",
-        "  input input.x: good",
-        "  made outside of modules: the last good output before it is that of model.layers.3.norm",
-        "  tensors: kept in d",
-        "rank 1: NaN in model.layers.3.mlp output.0 [MLP], step 9, request r1 position 45 (decode): good in, bad out "
-        "(2 NaN)",
-        "bad values came in 4 more steps (over all ranks)",
-    ]
-    assert lines([report(0, None)]) == ["nothing bad in 20 steps of 1 rank(s), 50 modules"]
-    assert lines([]) == ["nothing was watched: no vLLM engine with accprobe ran, and no torch module was called"]
-    off = replace(report(1, None), state="off", why="errcheck failed at x")
-    assert lines([report(0, None), off])[-1] == "rank 1: was not watched to the end: errcheck failed at x"
-    assert "did not close its report" in lines([replace(report(0, None), state="watching")])[-1]
-
-
 def test_who_is_still_writing() -> None:
     mine = replace(report(0, None), state="watching", pid=os.getpid())
     assert alive([mine])
     assert not alive([replace(mine, state="closed"), replace(mine, pid=0)])
+
+
+def test_a_rank_that_was_not_watched_to_the_end_is_named() -> None:
+    off = replace(report(1, None), state="off", why="errcheck failed at x")
+    assert lines([report(0, None), off])[-1] == "rank 1: was not watched to the end: errcheck failed at x"
+    assert "did not close its report" in lines([replace(report(0, None), state="watching")])[-1]
+    assert lines([]) == ["nothing was watched: no vLLM engine with accprobe ran, and no torch module was called"]

@@ -1,7 +1,5 @@
 """Dumps made up or damaged: one clear line or a named problem, never a wrong number or a large allocation."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -15,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_accprobe.dump import files
-from vllm_accprobe.dump.files import journal_lines, numbered_siblings
 from vllm_accprobe.dump.reader import DumpError, open_dump
 from vllm_accprobe.dump.repair import repair
 
@@ -306,14 +303,3 @@ def test_any_damage_to_the_journal_is_survived(tmp_path, data):
         if r.payload is not None:
             assert dump.read(r).nbytes == r.payload.nbytes
     dump.close()
-
-
-def test_names_beside_a_directory_that_is_taken() -> None:
-    names = [place.as_posix() for place in numbered_siblings(Path("a/d"))]
-    assert names[:3] == ["a/d", "a/d.2", "a/d.3"]
-    assert names[-1] == "a/d.999"
-
-
-def test_a_last_line_without_an_end_is_torn(tmp_path: Path) -> None:
-    (tmp_path / "j").write_bytes(b'{"a":1}\n\n{"b"')
-    assert list(journal_lines(tmp_path / "j")) == [(1, b'{"a":1}\n', 8), (2, b"\n", 1), (0, b'{"b"', 4)]

@@ -1,7 +1,5 @@
 """Modules of an encoder that run image by image: whose rows a call has is known only in a step with one image."""
 
-from __future__ import annotations
-
 from vllm_accprobe.dump.schema import REPLICATED, Record, RowSpace, Segment, unnamed
 
 ONE, TWO, PART = 0, 1, 2

@@ -1,7 +1,5 @@
 """Which of a library's files a label means, and that no path leads out of the named directories."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -23,50 +21,36 @@ def put(root: Path, front: str, name: str = "outTensor0.bin") -> Path:
     return file
 
 
-def test_it_lies_right_there(tmp_path: Path) -> None:
-    file = put(tmp_path, ".")
-    assert locate(label(), [tmp_path / "no", tmp_path]) == (file, "")
+OF_TASK, RUNS = {"task": "77_1"}, tuple(f"tensors/0_77/{n}" for n in (0, 1, 10))
+FOUND: dict[str, tuple[tuple[str, ...], dict[str, object], int | str]] = {
+    "right there": ((".",), {}, 0),
+    **{f"in {front}": ((front,), OF_TASK, 0) for front in (
+        "tensors/77/77_1", "tensors/77_1", "msit_dump_2026/tensors/0_77/0", "ait_dump/tensors/1_77/0",
+        "tensors/thread_4")},
+    "its execution": ((*RUNS, "tensors/0_78/1"), {"execution": 1}, 1),
+    "its tenth execution": (RUNS, {"execution": 10}, 2),
+    "an execution that was not written": (
+        RUNS, {"execution": 2}, "executions 0, 1, 10 were written, this is number 2",
+    ),
+    "its task": (("tensors/77/77_0", "tensors/77/77_1"), OF_TASK, 1),
+    "another process": (("tensors/0_78/0",), {}, "only other processes than 77 have written such a file"),
+    "several that fit": (("a", "b"), {}, "2 files fit: a, b ..."),
+    "nothing there": ((), {}, "its file was not found"),
+}  # fmt: skip
+"""Label → the folders that hold a file, what the label says of itself, and which of them it means, or why none."""
 
 
-@pytest.mark.parametrize(
-    "front",
-    ["tensors/77/77_1", "tensors/77_1", "msit_dump_2026/tensors/0_77/0", "ait_dump/tensors/1_77/0", "tensors/thread_4"],
-)
-def test_known_layouts(tmp_path: Path, front: str) -> None:
-    file = put(tmp_path, front)
-    assert locate(label(task="77_1"), [tmp_path]) == (file, "")
+@pytest.mark.parametrize("case", FOUND)
+def test_the_file_that_a_label_means(case, tmp_path):
+    fronts, said, expected = FOUND[case]
+    files = [put(tmp_path, front) for front in fronts]
+    found = (None, expected) if isinstance(expected, str) else (files[expected], "")
+    assert locate(label(**said), [tmp_path / "missing", tmp_path]) == found
 
 
 def test_newer_libraries_write_small_letters(tmp_path: Path) -> None:
     file = put(tmp_path, "tensors/0_77/0", "outtensor0.bin")
     assert locate(label(), [tmp_path]) == (file, "")
-
-
-def test_the_execution_of_the_label_is_taken(tmp_path: Path) -> None:
-    files = [put(tmp_path, f"tensors/0_77/{n}") for n in (0, 1, 10)]
-    put(tmp_path, "tensors/0_78/1")
-    assert locate(label(execution=1), [tmp_path]) == (files[1], "")
-    assert locate(label(execution=10), [tmp_path]) == (files[2], "")
-    assert locate(label(execution=2), [tmp_path]) == (None, "executions 0, 1, 10 were written, this is number 2")
-
-
-def test_the_task_of_the_label_is_taken(tmp_path: Path) -> None:
-    put(tmp_path, "tensors/77/77_0")
-    file = put(tmp_path, "tensors/77/77_1")
-    assert locate(label(task="77_1"), [tmp_path]) == (file, "")
-
-
-def test_another_process_does_not_count(tmp_path: Path) -> None:
-    put(tmp_path, "tensors/0_78/0")
-    assert locate(label(), [tmp_path]) == (None, "only other processes than 77 have written such a file")
-
-
-def test_several_that_fit_are_no_guess(tmp_path: Path) -> None:
-    put(tmp_path, "a")
-    put(tmp_path, "b")
-    found, why = locate(label(), [tmp_path])
-    assert found is None
-    assert why == "2 files fit: a, b ..."
 
 
 def test_roots_that_lie_in_one_another_find_a_file_once(tmp_path: Path) -> None:
@@ -96,10 +80,6 @@ def test_of_the_spellings_the_one_counts_that_says_whose_it_is(tmp_path: Path) -
         assert found is not None
         assert found.samefile(mine)
         assert not found.samefile(other)
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    assert locate(label(), [tmp_path, tmp_path / "missing"]) == (None, "its file was not found")
 
 
 @pytest.mark.parametrize("path", ["../secret.bin", "a/../../secret.bin", "", "a\0b"])

@@ -1,9 +1,6 @@
 """The table of a dump's tensors: hostile and unusual lines are read as if it stood alone; choices as of a list."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,9 +51,7 @@ def rows_of(space: str, shape: str = "[2,4]") -> str:
     # Tensors of nobody's rows count among those that are known.
     ((ROWS % PADDING, GOOD, rows_of(PADDING)), [((2, 4), None, "ab")], "0 tensors readable, 2 known"),
 ], ids=("stats", "seq", "shape", "rows", "nan", "pair", "torn", "map", "other map", "none", "padding"))  # fmt: skip
-def test_lines_of_a_journal(
-    tmp_path: Path, lines: tuple[str, ...], wanted: list[tuple[Any, ...]], problem: str
-) -> None:
+def test_lines_of_a_journal(tmp_path, lines, wanted, problem):
     rank = tmp_path / "rank0000"
     rank.mkdir()
     (tmp_path / "run.json").write_text('{"schema": 1}')
@@ -140,9 +135,7 @@ ALL = [(0, 0, "a", 0), (0, 0, "b", 0), (0, 1, "a", 0), (0, 2, "a", 0), (0, 2, "a
     (lambda table: [r for _, r in ChosenRecords(table, np.array([1, 4, 6]))[1:]], [ALL[4], ALL[6]], True),
     (lambda table: [r for _, r in ChosenRecords(table, np.arange(9)).but(("a",))], [ALL[1], ALL[6], ALL[8]], True),
 ], ids=("all", "step", "rank", "parameters", "none", "new places", "chosen", "one", "slice", "but"))  # fmt: skip
-def test_a_choice(
-    ranks: RecordTable, choose: Callable[[Any], Sequence[Record]], wanted: list[tuple[Any, ...]], same: bool
-) -> None:
+def test_a_choice(ranks, choose, wanted, same):
     """same: a list, as other tools' dumps have it, gives the same; of_new_places returns all of it."""
     assert _places(choose(ranks)) == wanted
     assert _places(choose(list(ranks))) == (wanted if same else ALL)

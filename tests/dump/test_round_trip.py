@@ -1,7 +1,5 @@
 """What goes into RankWriter comes out of open_dump, and out of the safetensors library."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -16,9 +14,9 @@ from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import template_of
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.schema import Payload, Stats
+from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.dump.stats import StatsCell, tensor_stats
-from vllm_accprobe.dump.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter
 
 
 def lines(root, rank=0):
@@ -249,24 +247,6 @@ def test_gaps_hold_zeros_and_not_what_lay_there_before(tmp_path):
     assert set(rest) == {0, 0xBB}
 
 
-def test_the_first_rank_writes_run_json(tmp_path):
-    assert write_run_json(tmp_path / "d", {"by": 0}) is True
-    assert write_run_json(tmp_path / "d", {"by": 1}) is False
-    assert json.loads((tmp_path / "d/run.json").read_text()) == {"schema": 1, "by": 0}
-    assert os.listdir(tmp_path / "d") == ["run.json"]
-
-
-def test_several_ranks(tmp_path):
-    root = tmp_path / "d"
-    for rank in (1, 0, 12):
-        w = writer(root, rank)
-        put(w, f"t{rank}", np.arange(rank + 1, dtype="<i8"), "int64")
-        w.close("done", {})
-    dump = open_dump(root)
-    assert dump.ranks == (0, 1, 12)
-    assert [(r.rank, dump.read(r).size) for r in dump.records] == [(0, 1), (1, 2), (12, 13)]
-
-
 def test_a_dump_is_never_written_over(tmp_path):
     root, told = tmp_path / "d", []
     w = writer(root)
@@ -294,11 +274,3 @@ def test_back_pressure_keeps_everything(tmp_path):
     assert all(dump.read(r).tobytes() == a.tobytes() for r, a in zip(dump.records, kept, strict=True))
     last = (root / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)[-1]
     assert dump.ends[0].bytes == w.bytes_written - len(last)
-
-
-def test_payload_tells_where(tmp_path):
-    w = writer(tmp_path / "d")
-    assert put(w, "a", np.zeros(10, np.uint8), "uint8") == Payload(0, 0, 10)
-    assert put(w, "b", np.zeros(10, np.uint8), "uint8") == Payload(0, 64, 10)
-    w.close("done", {})
-    assert put(w, "c", np.zeros(10, np.uint8), "uint8") is None

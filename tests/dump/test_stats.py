@@ -1,7 +1,5 @@
 """Statistics of raw bytes: hand-computed, compiled against numpy, in pieces against the whole."""
 
-from __future__ import annotations
-
 import math
 import warnings
 
@@ -24,13 +22,6 @@ def test_by_hand_with_everything_that_is_not_finite():
     assert s.mean == pytest.approx(-1 / 3)
     # of 3, -4, 0: mean of squares 25/3, less (1/3)**2
     assert s.std == pytest.approx(math.sqrt(25 / 3 - 1 / 9))
-
-
-def test_bfloat16_by_hand():
-    # 1.0, -2.0, smallest subnormal, NaN with another payload
-    s = tensor_stats(np.array([0x3F80, 0xC000, 0x0001, 0x7FC1], "<u2"), "bfloat16")
-    assert (s.count, s.min, s.max, s.nan, s.inf) == (4, -2.0, 1.0, 1, 0)
-    assert s.mean == pytest.approx(-1 / 3)
 
 
 def test_nothing_finite_and_nothing_at_all():
@@ -116,30 +107,6 @@ def test_by_address_equals_by_array(dtype):
     for (start, stop), piece in zip(spans, pieces, strict=True):
         assert TensorMoments(*piece) == moments(data[start:stop], dtype)
         assert all(type(count) is int for count in (piece[0], piece[5], piece[6]))
-
-
-def test_by_address_by_hand():
-    zeros = raw([-0.0, -0.0], "float32")
-    assert math.copysign(1, stats_module.moments_at(zeros.ctypes.data, 8, "float32")[1]) == -1.0
-    halves = np.array([0x3C00, 0xC000, 0x0001, 0x7C00], "<u2")  # 1, -2, the smallest subnormal, infinity
-    n, low, high, total, squares, nan, inf = stats_module.moments_at(halves.ctypes.data, 8, "float16")
-    assert (n, low, high, nan, inf) == (3, -2.0, 1.0, 0, 1)
-    assert total == -1.0 + 2.0**-24
-    assert squares == 5.0 + 2.0**-48
-    nothing = np.array([0x7F80, 0x7FC0], "<u2")
-    assert stats_module.moments_at(nothing.ctypes.data, 4, "bfloat16") == TensorMoments(0, nan=1, inf=1)
-    assert stats_module.moments_at(0, 0, "bfloat16") == TensorMoments()
-    assert stats_module.moments_within(nothing.ctypes.data, [], "bfloat16") == []
-
-
-def test_by_address_without_numba(monkeypatch):
-    data = np.random.default_rng(3).standard_normal(500).astype("<f4").view(np.uint8)
-    compiled = stats_module.moments_at(data.ctypes.data, data.size, "float32")
-    monkeypatch.setattr(stats_module, "_kernels", lambda: None)
-    plain = stats_module.moments_at(data.ctypes.data, data.size, "float32")
-    assert plain[:3] == compiled[:3]
-    assert plain[4] == pytest.approx(compiled[4], rel=1e-12)
-    assert stats_module.moments_within(data.ctypes.data, [(0, data.size)], "float32") == [plain]
 
 
 def test_a_large_piece_gives_up_the_gil_and_counts_the_same():

@@ -1,13 +1,11 @@
 """Lines from templates say what the same lines say as events, and their payloads are found like others."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
 import pytest
 import xxhash
-from dump.dumps import bits, put_event, tensor_event, writer
+from dump.dumps import put_event, tensor_event, writer
 
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import template_of
@@ -75,33 +73,3 @@ def test_statistics_without_payload(tmp_path):
     (record,) = open_dump(tmp_path / "d").records
     assert record.payload is None
     assert record.stats == tensor_stats(a, "float32")
-
-
-def test_stock_safetensors_lists_them_by_name(tmp_path):
-    from safetensors import safe_open
-
-    w = writer(tmp_path / "d")
-    rng = np.random.default_rng(1)
-    arrays = [bits(rng, n) for n in (100, 64, 1)]
-    for i, a in enumerate(arrays):
-        w.tensor((template(f"t{i}", a, "uint8"), 3, i, i, cell_of(a, "uint8")), a.ctypes.data)
-    w.close("done", {})
-    with safe_open(tmp_path / "d" / "rank0000" / "seg-00000.safetensors", "np") as f:
-        names = [k for k in f.keys() if not k.startswith("__pad")]  # noqa: SIM118
-        assert sorted(names) == ["3|t0|output.0|0", "3|t1|output.0|1", "3|t2|output.0|2"]
-        for i, a in enumerate(arrays):
-            assert f.get_tensor(f"3|t{i}|output.0|{i}").tobytes() == a.tobytes()
-
-
-def test_the_budget_counts_them(tmp_path):
-    told = []
-    w = writer(tmp_path / "d", budget_bytes=20_000, on_stop=told.append)
-    a = np.zeros(3000, np.uint8)
-    for i in range(20):
-        w.tensor((template("t", a, "uint8"), i, 0, 0, cell_of(a, "uint8")), a.ctypes.data)
-    w.line((template("t", a, "uint8"), 20, 0, 0, cell_of(a, "uint8")))
-    w.close("done", {})
-    assert told == ["budget of 20000 bytes spent"]
-    dump = open_dump(tmp_path / "d")
-    assert 3 <= len(dump.records) <= 6
-    assert dump.stops[0].step == len(dump.records)

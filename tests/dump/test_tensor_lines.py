@@ -1,7 +1,5 @@
 """A tensor's line is made as the journal has it, byte for byte, and read back as it was."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -45,9 +43,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("head", "step", "call", "seq", "place", "text", "value"), LINES)
-def test_there_and_back(
-    head: TensorHead, step: int | None, call: int, seq: int, place: Payload | None, text: str, value: Record
-) -> None:
+def test_there_and_back(head, step, call, seq, place, text, value):
     cell = StatsCell(None, "ab")
     cell.sums, cell.payload = SUMS, place
     for template in (

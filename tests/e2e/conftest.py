@@ -1,9 +1,7 @@
 """Fixtures of the end-to-end tests."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ from support.engine import Run
 
 
 @pytest.fixture(scope="session")
-def engines_by_kernels(
-    tmp_path_factory: pytest.TempPathFactory, preloads: Callable[[str], Path]
-) -> Iterator[Callable[[str], Engines]]:
+def engines_by_kernels(tmp_path_factory, preloads):
     """Engines that compute with the kernels of that name (support/kernels.py); made when first asked for."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")

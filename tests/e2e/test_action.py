@@ -1,7 +1,5 @@
 """action.yml as it stands: its steps are run in bash with a workflow's inputs, on two real servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.captures import Engines
 from support.prompts import prompts
 from vllm_server import ENV, SMALL
 
@@ -56,9 +53,7 @@ def steps(at: Path, inputs: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.engine
-def test_two_servers_and_the_verdict(
-    engines: Engines, preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_and_the_verdict(engines, preloaded_vllm, tmp_path, monkeypatch):
     path = os.pathsep.join([str(preloaded_vllm), str(Path(sys.executable).parent), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
     lines = [json.dumps({"id": f"p{i}", "token_ids": ids}) + "\n" for i, ids in enumerate(prompts(20, 27))]

@@ -1,7 +1,5 @@
 """``accprobe bisect`` with real servers: a fault that needs prefix caching; what is kept is not run again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Each pair is two captures of real engines. Besides the verdict, each test shows 
 (requests were chunked, preempted, speculated ...) and that every row was found in both dumps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

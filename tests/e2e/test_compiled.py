@@ -4,8 +4,6 @@ torch.compile's inductor takes a minute here, so that one compiled engine serves
 in the eager one: an error is a difference, whichever side has it. With taps inside the graph: test_graph_taps.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,9 +34,7 @@ def test_compiled_against_eager(engines: Engines, compiled: Run, compared: Any) 
     ({"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.5}, ROOT),
     ({"kind": "scale", "module": "logits_processor", "factor": 1.03}, "logits_processor"),
 ], ids=["inside", "behind"])  # fmt: skip
-def test_a_fault_shows_through_compiled_code(
-    engines: Engines, compiled: Run, compared: Any, fault: dict[str, Any], culprit: str
-) -> None:
+def test_a_fault_shows_through_compiled_code(engines, compiled, compared, fault, culprit):
     faulty = engines.run(f"fault-{fault['kind']}-eager", how="serial", fault=[fault])
     result = compared(faulty, compiled)
     assert result.verdict == "fail", explain(result)

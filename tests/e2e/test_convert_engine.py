@@ -1,7 +1,5 @@
 """A real engine's capture of modules, parameters and operators through every export and back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

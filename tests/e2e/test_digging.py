@@ -1,8 +1,6 @@
 """Arming with real engines: two ranks agree on every step, however the file changes; and a dig with two commands ends
 with the module that was planted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -108,9 +106,7 @@ def made_golden(path: Path) -> replies.Sent:
     return replies.read(path)
 
 
-def test_two_commands_to_the_module(
-    engines: Engines, preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_commands_to_the_module(engines, preloaded_vllm, tmp_path, monkeypatch):
     """A gate's result by hand: token 3 of p2 in the second pass. Mine's fault is in rows that decode."""
     monkeypatch.setenv("PATH", f"{preloaded_vllm}{os.pathsep}{os.environ['PATH']}")
     for name, value in (ENV | {"OMP_NUM_THREADS": "1"}).items():

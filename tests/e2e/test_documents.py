@@ -5,8 +5,6 @@ MODEL ...) are there. What cannot run here is listed with its reason, and the li
 ``vllm serve`` is a stand-in for the HTTP part only: a real vLLM that answers requests of its own and then ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What accprobe size says before a capture is what the capture stores."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -116,18 +114,3 @@ def test_another_decoder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "note: another was not compared with a capture" in capsys.readouterr().out
     assert main(["inspect", "--size", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["exact"] is False
-
-
-@pytest.mark.engine
-def test_the_command(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(engines.model("qwen2"))
-    assert main(["inspect", "--size", model, "--tokens", "500", "--tp", "2", "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)
-    assert main(["inspect", "--size", model, "--tokens", "500", "--tp", "2", "--preset", "first-look", "--json"]) == 0
-    look = json.loads(capsys.readouterr().out)
-    assert whole["bytes_per_token"] > 5 * look["bytes_per_token"] > 0
-    assert whole["bytes"] == 500 * whole["bytes_per_token"] + 16 * whole["bytes_per_logits"]
-    assert main(["inspect", "--size", model, "--modules", "nothing.like.that"]) == 2
-    assert "no module of a decoder is chosen" in capsys.readouterr().err
-    assert main(["inspect", "--size", model + "/none"]) == 2
-    assert "the config.json of a model is needed" in capsys.readouterr().err

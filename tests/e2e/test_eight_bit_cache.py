@@ -2,8 +2,6 @@
 
 scripts/cache_pairs.py has more cases; here is one that is right and one that is wrong, in one process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """errcheck in real engines: a NaN of one decode step of one layer, one of rank 1 only, none where nothing is wrong."""
 
-from __future__ import annotations
-
 import csv
 import json
 import stat

@@ -1,7 +1,5 @@
 """examples/ as they stand; what two_servers.sh does for action.yml, with two real servers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Mine has the fault, and its requests are batched and chunked; the golden served 
 two ranks, so that the fault must be found among honest differences. All: ``python -m lab.faults``, docs/laboratory.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """``accprobe golden make`` and ``check`` with two real servers: a pack that is reproduced to the bit, and a planted
 fault that is found with nothing but the pack."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -29,9 +27,7 @@ FAULT = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.
 OPTIONS = [*SMALL, "--max-num-batched-tokens=64", "--enforce-eager"]
 
 
-def test_a_fault_is_found_with_a_pack_alone(
-    preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_fault_is_found_with_a_pack_alone(preloaded_vllm, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     search = os.pathsep.join([str(preloaded_vllm), os.environ["PATH"]])

@@ -5,8 +5,6 @@ trace (dynamo, torch's eager backend): with a fault, whose compiled code no othe
 experts, whose rows go to other experts at near ties.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

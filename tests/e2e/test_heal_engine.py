@@ -1,13 +1,10 @@
 """Healed engines: with each planted operator computed by its reference all tensors are golden's again, within rounding;
 a gate of two commands, mine with two faults, ends with both."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,9 +59,7 @@ def test_planted_operators_are_healed(engines: Engines, compared: Any, model: st
 
 
 @pytest.mark.extra
-def test_two_faults_are_two_causes(
-    engines: Engines, preloaded_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_two_faults_are_two_causes(engines, preloaded_vllm, tmp_path, monkeypatch, capsys):
     """As typed. The second fault's rows are few, and are named when the first is healed."""
     first, second = f"{_L}.0.mlp.down_proj", f"{_L}.3.self_attn.o_proj"
     faults = [{"kind": "scale", "module": first, "factor": 1.3}, {"kind": "scale", "module": second, "factor": 1.3}]

@@ -1,8 +1,6 @@
 """Labels inside a real vLLM on two ranks: each knows its step, rank, request and position; files are collected. Beside
 them, torch_xray's PrecisionDebugger as its users paste it into execute_model."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Structured output and word lists against plain requests: what a grammar forbids is not the sampler's fault."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 scripts/modes.py runs all of them, each twice and with a planted fault; here is what must not break."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 With this machine's kernels, and with those for AVX2, whose attention rounds toward zero.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path
@@ -67,9 +65,7 @@ FAULTS = [
 ]
 
 
-def test_a_slot_a_block_a_window_and_a_scale_that_are_wrong_are_found_where_they_are(
-    windows: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_slot_a_block_a_window_and_a_scale_that_are_wrong_are_found_where_they_are(windows, tmp_path):
     """Each layer has another fault; each is judged by its own inputs, so none hides another."""
     code, rows = checked(windows("wrong-caches", FAULTS).dump, tmp_path)
     assert code == 1

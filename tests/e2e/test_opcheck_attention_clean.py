@@ -1,7 +1,5 @@
 """Attention of clean real engines, in every phase, is right against the cache that is put together from the dump."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

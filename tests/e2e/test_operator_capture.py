@@ -5,8 +5,6 @@ proves its arguments, their strides and what it changed in place, without any wo
 blocks that an operator touches are there, and opcheck judges attention and writes by them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Every shipped patch that a tiny model reaches, in a real engine: its taps, their rows, and the same tokens."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,9 +90,7 @@ def test_qwen2(engines: Engines) -> None:
     assert list(logits.argmax(-1)) == list(dump.read(at(dump, "sampler::sampled")))
 
 
-def test_a_fault_is_named_and_a_patch_that_does_not_fit_is_refused(
-    engines: Engines, compared: Any, tmp_path: Path
-) -> None:
+def test_a_fault_is_named_and_a_patch_that_does_not_fit_is_refused(engines, compared, tmp_path):
     """One run: with patches beside those of the clean run, one of them made for another source, and a fault."""
     clean, _ = patched(engines, "qwen2")
     fault = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05}

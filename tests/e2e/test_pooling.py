@@ -1,7 +1,5 @@
 """Models that pool instead of sampling: every step is captured to its end, and nothing else is recorded into it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.captures import FIVE, Engines

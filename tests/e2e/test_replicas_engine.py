@@ -1,7 +1,5 @@
 """`vllm serve --data-parallel-size 2` of a dense model: two engines that know nothing of each other, one dump."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import urllib.request

@@ -3,8 +3,6 @@
 The ways of signals without a terminal are tested with smaller commands (tests/run).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

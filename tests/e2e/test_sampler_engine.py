@@ -1,7 +1,5 @@
 """A sampler fault in a real engine: compare and opcheck both name it. scripts/sampler_cases.py has all of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every command line of the documents that the product was asked for with, in their order."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,6 @@ from types import ModuleType
 import pytest
 from support.seeds import columns, seed_000, seed_001, seed_002, seed_003, seed_004
 from support.seeds.commands import COMMANDS
-from support.seeds.line import Line
 from support.seeds.names import ELSEWHERE, NAMES
 
 from vllm_accprobe.cli import main
@@ -43,13 +40,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.xdist_group("seeds")
 @pytest.mark.parametrize(("number", "line"), LINES, ids=[f"{n}:{x.at}-{i}" for i, (n, x) in enumerate(LINES)])
-def test_a_line_of_the_documents(
-    number: str,
-    line: Line,
-    homes: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_line_of_the_documents(number, line, homes, monkeypatch, capsys):
     home = homes(number)
     monkeypatch.chdir(home)
     if callable(line.argv):

@@ -3,8 +3,6 @@
 Servers are forks here, so a signal to one reaches its engine through one process more (scripts/preloaded_vllm.py). A
 signal to the command that users have: test_run_command.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -93,9 +91,7 @@ def _quietly(url: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_closes_the_dump(
-    engines: Engines, preloaded_vllm: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_closes_the_dump(engines, preloaded_vllm, tmp_path, number):
     dump, log = tmp_path / "dump", tmp_path / "log"
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(dump), "VLLM_ACCPROBE_REQUESTS": "wanted"}
     with Server(engines.model("qwen2"), log=log, env=env, vllm=preloaded_vllm / "vllm") as server:
@@ -157,9 +153,7 @@ def test_a_tap_that_raises(engines: Engines, bare: Run) -> None:
     assert len([line for line in said(engines.host().log) if "planted in the probe" in line]) == 1
 
 
-def test_an_unusable_directory_stops_the_server_with_one_line(
-    engines: Engines, preloaded_vllm: Path, tmp_path: Path
-) -> None:
+def test_an_unusable_directory_stops_the_server_with_one_line(engines, preloaded_vllm, tmp_path):
     (tmp_path / "file").write_text("in the way")
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(tmp_path / "file" / "dump")}
     with (

@@ -1,7 +1,5 @@
 """Rows of an encoder: one instance of a module in encoder and decoder, and images that are dealt out to ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 
 One process builds all engines (state_lab.py), as scripts/state_cases.py does, which has more cases."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 from preloaded_vllm import FORKED
-from support.captures import Engines
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.journal import StateFinding
@@ -118,9 +115,7 @@ def test_a_copy_that_comes_late(told: Path) -> None:
     assert all(one.between == (f"transfer in step {one.step - 1}",) for one in found)
 
 
-def test_beside_a_capture_compare_says_the_cache(
-    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_beside_a_capture_compare_says_the_cache(engines, tmp_path, capsys):
     """The lines stand in the capture's journal, the answers are those of the bare engine, and a finding fails a
     comparison of equal tensors."""
     bare = engines.run("bare", host="bare")
@@ -159,9 +154,7 @@ def test_beside_a_capture_compare_says_the_cache(
      "request 'b' (adapter adapter2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter"),
     ("tokens-stale", "<root>/input.input_ids", "the runner, not the model: the token id of request 'a' in row 41"),
 ])  # fmt: skip
-def test_a_capture_names_the_cache_and_the_runner_by_default(
-    name: str, named: str, says: str, tmp_path: Path, preloaded_vllm: Path
-) -> None:
+def test_a_capture_names_the_cache_and_the_runner_by_default(name, named, says, tmp_path, preloaded_vllm):
     """Two adapters that share prefix blocks (vllm 30931), and tokens that are fed again: not the attention, with
     default settings."""
     script = str(ROOT / "scripts" / "state_pairs.py")

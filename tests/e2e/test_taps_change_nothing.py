@@ -5,8 +5,6 @@ that is torn apart does. Seven engines of one process, with a cache of their own
 find the module. Starting commands and servers: tests/cli/test_doctor_graphs.py.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

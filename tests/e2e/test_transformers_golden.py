@@ -1,7 +1,5 @@
 """A transformers golden in float32 against vLLM in bfloat16: an honest run passes, and a fault is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +35,7 @@ def goldens(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("model", ASKS)
-def test_an_honest_run_passes_and_nearly_everything_is_compared(
-    engines: Engines, compared: Any, goldens: Any, model: str
-) -> None:
+def test_an_honest_run_passes_and_nearly_everything_is_compared(engines, compared, goldens, model):
     golden = goldens(model)
     mine = engines.run(f"{model}-for-transformers", model, ASKS[model], max_num_batched_tokens=48)
     result = compared(golden, mine)
@@ -75,9 +71,7 @@ FAULTS = {
     ],
     ids=lambda v: v if isinstance(v, str) else v["module"].rpartition(".")[2],
 )
-def test_a_planted_fault_is_named_first(
-    engines: Engines, compared: Any, goldens: Any, model: str, fault: dict[str, Any]
-) -> None:
+def test_a_planted_fault_is_named_first(engines, compared, goldens, model, fault):
     name = f"{model}-for-transformers-{fault['module']}"
     mine = engines.run(name, model, ASKS[model], fault=fault, max_num_batched_tokens=48)
     result = compared(goldens(model), mine)

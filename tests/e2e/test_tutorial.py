@@ -5,8 +5,6 @@ has imported it, so times are not the page's. With ``--all``, as the other pages
 page: test_documents.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Weights as the checkpoint gave them and over their life: a wrong one is found first and said first, a clean run is
 silent. scripts/weight_cases.py has more faults, planted in engines of one process."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess

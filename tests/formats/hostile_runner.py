@@ -3,8 +3,6 @@ what it did: exit code, what it printed, seconds, peak memory, and every file th
 
 Reads cases from stdin, a JSON list of argument lists; writes a JSON list of results to stdout."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

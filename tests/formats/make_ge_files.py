@@ -1,7 +1,5 @@
 """Files as Ascend's graph engine writes them: a length, a protobuf header, payloads."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Arguments: dump path, task, level. Without stack.json, dump_data_dir shortened, 
 The last API, ``mint.mul`` with a number, has no kernel on a CPU: its record has no output, as after any crash.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

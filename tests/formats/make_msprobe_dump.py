@@ -1,8 +1,6 @@
 """Run by test_msprobe.py in a process of its own: a real dump of msprobe, with two steps that see the same input, the
 second with another weight. Arguments: task, level, summary mode, dump path."""
 
-from __future__ import annotations
-
 import json
 import sys
 

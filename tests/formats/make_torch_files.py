@@ -1,7 +1,5 @@
 """Small tensors of every dtype that torch saves, and their bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

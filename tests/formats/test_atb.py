@@ -1,7 +1,5 @@
 """ATB dumps: headers by hand, layouts of several releases, torch against ATB, float against quantised ATB."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +17,7 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import atb, open_dump
-from vllm_accprobe.formats.atb import AtbParameters, id_of
+from vllm_accprobe.formats.atb import AtbParameters
 
 CODES = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "int64": 9, "bool": 12}
 
@@ -282,17 +280,6 @@ def test_the_users_types_pair_what_is_left(tmp_path: Path) -> None:
     ]
 
 
-def test_types_overrule_a_guess() -> None:
-    taps = [f"{i}_Layer.{k}" for i in (0, 1) for k in ("0_LinearOperation", "1_SelfAttention", "2_LinearOperation")]
-    modules = [(f"h.{i}.attn.{n}", c) for i in (0, 1) for n, c in (("qkv", "Fast"), ("proj", "Slow"))]
-    forest = atb.tree(taps, {})
-    plain, _ = atb_torch.atb_to_torch(forest, modules, {}, {})
-    assert ("0_Layer.0_LinearOperation", "output.0") in {m.atb for m in plain}
-    ruled, _ = atb_torch.atb_to_torch(forest, modules, {}, {"LinearOperation": ("Slow",)})
-    found = {m.atb[0]: m.torch[0][0] for m in ruled if m.atb[1] == "output.0" and "Linear" in m.atb[0]}
-    assert found == {"0_Layer.2_LinearOperation": "h.0.attn.proj", "1_Layer.2_LinearOperation": "h.1.attn.proj"}
-
-
 def test_models_with_other_numbers_of_layers() -> None:
     forest = atb.tree(["0_WordEmbedding", "1_Layer.0_Linear", "2_Layer.0_Linear", "3_RmsNormOperation"], {})
     modules = [("embed", "Embedding"), *((f"h.{i}.o", "Linear") for i in range(3)), ("norm", "Norm")]
@@ -363,10 +350,6 @@ def param(root: Path, step: int = 0) -> object:
     return dump.call_attributes(0, step, "3_Layer.0_LinearOperation").get("param")
 
 
-def test_ids() -> None:
-    assert id_of("3_Qwen_layer.1_Attention.0_LinearOperation") == "3_1_0"
-
-
 def test_the_nearest_source_counts(tmp_path: Path) -> None:
     write_call(tmp_path, call(), above="3_Layer")
     write_call(tmp_path, call(), above="3_Layer", token=2)
@@ -401,14 +384,6 @@ def test_a_table_that_is_named_is_of_all_executions(tmp_path: Path) -> None:
     assert parameters.of(0, 7, "3_L.0_LinearOperation") == {"a": 1}
     assert parameters.of(0, 7, "3_L.0_RopeOperation") is None
     assert parameters.of(0, 7, "5_L.1_M.2_Custom_Name_Operation") == {}
-
-
-def test_commas_are_read_too(tmp_path: Path) -> None:
-    table = tmp_path / "t.csv"
-    table.write_text('OpName,OpParam\nLinearOperation_3_0,"{""a"": 1, ""b"": [2, 3]}"\n')
-    parameters = AtbParameters({})
-    parameters.add_table(table)
-    assert parameters.of(0, 0, "3_L.0_LinearOperation") == {"a": 1, "b": [2, 3]}
 
 
 @pytest.mark.parametrize("text", ["", "a|b\n", "\x00\xff", HEAD.replace("OpParam", "Param")])
@@ -448,9 +423,7 @@ def test_inputs_by_number_and_what_was_kept_behind_only(tmp_path: Path) -> None:
     ("layer", "own", "weight"),
     [(1, {}, 1), (2, {}, 2), (2, {"hasBias": True}, 3), (3, {}, 2), (3, {"hasBias": True}, 3)],
 )
-def test_a_norm_s_weight_stands_behind_what_it_adds(
-    tmp_path: Path, layer: int, own: dict[str, bool], weight: int
-) -> None:
+def test_a_norm_s_weight_stands_behind_what_it_adds(tmp_path, layer, own, weight):
     name = {1: "normParam", 2: "preNormParam", 3: "postNormParam"}[layer]
     write_call(tmp_path, MadeCall("RmsNormOperation", {"layerType": layer, name: own}, [torch.ones(2)] * 4))
     roles = {k: r.role for k, r in open_dump(tmp_path).call_inputs(0, 0, "0_RmsNormOperation").items()}  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """Every record of a dump is there again after `accprobe convert`, in each container: its place, its bits, its call."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/development.md does what it says: its code is run as it stands there, and what is broken is one line."""
 
-from __future__ import annotations
-
 import csv
 import re
 import sys
@@ -95,9 +93,7 @@ def own(path: Path) -> Path:
     return path
 
 
-def test_the_page_s_format_is_a_dump_like_any_other(
-    tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_s_format_is_a_dump_like_any_other(tmp_path, page, capsys):
     a, b = logged(tmp_path / "a"), logged(tmp_path / "above/b")
     assert [r.name for r in open_dump(a).records] == ["param.weight.npy", "input.x.npy", "output.0.npy"]
     assert main(["inspect", str(a)]) == 0
@@ -116,9 +112,7 @@ def test_the_page_s_format_is_a_dump_like_any_other(
     assert listed[7].endswith("a directory with logger.csv (step,module,class,role,file) (our_logger)")
 
 
-def test_the_page_s_reference_judges_an_operator(
-    tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_s_reference_judges_an_operator(tmp_path, page, capsys):
     right, wrong = logged(tmp_path / "right"), logged(tmp_path / "wrong", 1.01)
     for dump, code, word in ((right, 0, "pass"), (wrong, 1, "fail")):
         out = tmp_path / f"out-{word}"
@@ -126,10 +120,8 @@ def test_the_page_s_reference_judges_an_operator(
         assert checked(out) == [("FusedVendorNorm", "output.0", word)]
 
 
-@pytest.mark.parametrize("way", [["--rerun"], ["--against", "device", "-j", "0"]], ids=["rerun", "device"])
-def test_the_page_s_device_kernel_runs_here(
-    way: list[str], tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", [["--rerun", "-j", "0"], ["--against", "device", "-j", "0"]], ids=["rerun", "device"])
+def test_the_page_s_device_kernel_runs_here(way, tmp_path, page, capsys, monkeypatch):
     monkeypatch.setattr("vllm_accprobe.opcheck.run.rerun.accelerator", lambda: "cpu")  # whatever this machine has
     right, wrong = logged(tmp_path / "right"), logged(tmp_path / "wrong", 1.01)
     for dump, code, word in ((right, 0, "pass"), (wrong, 1, "fail")):
@@ -138,24 +130,20 @@ def test_the_page_s_device_kernel_runs_here(
         assert checked(out) == [("FusedVendorNorm", "output.0", word)]
 
 
-def test_the_page_s_device_kernel_has_the_reference_s_gradients(
-    tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_s_device_kernel_has_the_reference_s_gradients(tmp_path, page, capsys):
     right, out = logged(tmp_path / "right"), tmp_path / "out"
-    assert main(["opcheck", str(right), "--backward", "--out", str(out)]) == 0, "".join(capsys.readouterr())
+    assert main(["opcheck", str(right), "--backward", "-j", "0", "--out", str(out)]) == 0, "".join(capsys.readouterr())
     roles = ("output.0", "grad.input.x", "grad.param.weight")
     assert checked(out) == [("FusedVendorNorm", role, "pass") for role in roles]
 
 
-def test_a_reference_without_a_device_kernel_is_skipped_by_a_rerun(
-    tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reference_without_a_device_kernel_is_skipped_by_a_rerun(tmp_path, site, capsys):
     (code,) = (code for code in blocks("python") if "@device_kernel" in code)
     only = {"vendor_checks": code.partition("\n\n\n@device_kernel")[0]}
     logger = {"logger_dumps": next(code for code in blocks("python") if "# logger_dumps.py" in code)}
     groups = {"vllm_accprobe.references": {"v": "vendor_checks"}, "vllm_accprobe.formats": {"logger": "logger_dumps"}}
     install(site, "half", groups, only | logger)
-    assert main(["opcheck", str(logged(tmp_path / "d")), "--rerun", "--out", str(tmp_path / "o")]) == 3
+    assert main(["opcheck", str(logged(tmp_path / "d")), "--rerun", "-j", "0", "--out", str(tmp_path / "o")]) == 3
     assert "no reference for FusedVendorNorm" in "".join(capsys.readouterr())
 
 
@@ -169,9 +157,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_format_is_a_line_and_is_left_out(
-    kind: str, tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_format_is_a_line_and_is_left_out(kind, tmp_path, site, capsys):
     code, why = BROKEN[kind]
     install(site, "broken", {"vllm_accprobe.formats": {"bad": "bad_format"}}, {"bad_format": code})
     sentence = f"formats of bad cannot be used: {why}"

@@ -1,7 +1,5 @@
 """A few hundred spoilt files through every reader; scripts/fuzz_formats.py does ten thousand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fuzz_formats

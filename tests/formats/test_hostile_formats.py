@@ -1,7 +1,5 @@
 """Files that were made to do harm: one clear line, exit code 2, nothing run, nothing outside touched, little spent."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

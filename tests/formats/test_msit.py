@@ -1,7 +1,5 @@
 """Torch dumps of msit and ait: places, order of execution, statistics alone, and the reference values."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

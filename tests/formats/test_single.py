@@ -1,7 +1,5 @@
 """Single files and folders: every kind and dtype against torch and numpy, files that lie, the reference values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """torchair's dumps: GE binaries and FX arrays, names through the graph, fused operators, tiled layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

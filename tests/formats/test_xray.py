@@ -1,7 +1,5 @@
 """torch_xray's HDF5: names, order, steps and ranks, what HDF5 can do to a reader, and the reference values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

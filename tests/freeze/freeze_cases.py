@@ -6,8 +6,6 @@ freeze_run.py import nothing of the package: they drive any commit's. Not here: 
 (it takes seconds); the other commands (freeze_commands.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 TEXTS = ("*.csv", "*.json", "*.md", "*.py", "*.ini")

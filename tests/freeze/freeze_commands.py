@@ -4,8 +4,6 @@ Not here: ``run``, ``doctor`` and errcheck's watching, which tell of the machine
 opcheck of statistics, ``--rerun`` and ``--against device``, which ask whether vLLM or an accelerator is there.
 """
 
-from __future__ import annotations
-
 from freeze_cases import BAD, CASES, FEW, TEXTS, case
 
 __all__ = ["CASES"]

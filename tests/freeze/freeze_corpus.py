@@ -9,8 +9,6 @@ freeze_commands.py).
     python tests/freeze/freeze_corpus.py HOME    makes HOME/corpus
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -12,8 +12,6 @@ paths; said.txt holds each command line with what it printed, complained and end
     python tests/freeze/freeze_run.py write HOME          makes tests/freeze/expected from HOME/out
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

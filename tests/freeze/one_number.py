@@ -7,8 +7,6 @@ above which no line of the chart lies; and no report may hold two sentences of w
 imports nothing of the package.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import gzip

@@ -7,8 +7,6 @@ in different orders). What changes an output on purpose mends expected/ with ``s
 that says what and why; nothing else may. To the byte, against another commit on one machine: ``scripts/freeze.sh REF``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One real server for all tests of the gate."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

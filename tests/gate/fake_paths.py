@@ -4,8 +4,6 @@ Prefix hits by salt, scores of prompts, batches: as far as `gate --self` and the
 each fault is one path that gives other numbers. The noise of batches and of scoring is rounding on the logits' grid.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -5,8 +5,6 @@ Put into a folder on PATH as `vllm` (`installed`). Options: --dtype (float8 is r
 a chat's messages are rendered in another way; none: they are refused; gone: there is no /tokenize).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

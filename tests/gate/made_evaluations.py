@@ -1,8 +1,6 @@
 """Evaluations' files as the tools write them, made up: lm-evaluation-harness (lm_eval/evaluator.py and
 loggers/evaluation_tracker.py of 0.4.x) and OpenCompass (tasks/openicl_eval.py, openicl/icl_inferencer/)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

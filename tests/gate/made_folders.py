@@ -1,7 +1,5 @@
 """Folders of `send`, made up: a server whose numbers have the noise of its batches, and perhaps a fault."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gate --self` with real servers: a clean one passes, and of one whose decode is wrong that path is named."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a dig captures: of which requests, in which pass, and what a disk budget leaves of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Two runs of an evaluation: what is paired, what is beyond chance, what flipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

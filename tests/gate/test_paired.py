@@ -1,7 +1,5 @@
 """Statistics of pairs against scipy, and against their definitions written out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What is known before an engine starts: each fault is one line, and no program was started for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -126,9 +124,7 @@ def ports() -> Iterator[dict[str, int]]:
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_a_fault_is_found_before_a_start(
-    words: tuple[str, ...], here: Path, ports: dict[str, int], capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_found_before_a_start(words, here, ports, capsys, monkeypatch):
     if "--localize" in words:
         full = shutil._ntuple_diskusage(10**12, 10**12, 10**6)  # type: ignore[attr-defined]
         monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
@@ -276,9 +272,7 @@ def test_an_engine_that_a_capture_does_not_change(words: str, eager: bool, here:
         (f"CUDA_VISIBLE_DEVICES=0,1 {EAGER}", f"CUDA_VISIBLE_DEVICES=1 {EAGER}", 8, False),
     ],
 )  # fmt: skip
-def test_two_servers_at_once(
-    one: str, other: str, weights: int, fit: bool, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_at_once(one, other, weights, fit, here, monkeypatch):
     with (here / "m" / "model.safetensors").open("wb") as file:
         file.truncate(weights)
     monkeypatch.setattr(preflight, "_available", lambda: FREE)

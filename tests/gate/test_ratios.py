@@ -1,7 +1,5 @@
 """The measures against their definitions, written out with the standard library and scipy."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """``accprobe gate`` of a running `vllm serve` and a command, from two servers to the first finding: a planted fault's
 condition, or, with another chat template, the first token that differs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_tokenizer import CHAT_TEMPLATE
 from tokenizers import Tokenizer
-from vllm_server import ENV, SMALL, Server
+from vllm_server import ENV, SMALL
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.gate.sending import replies
@@ -23,14 +21,7 @@ FAULTS = Path(__file__).resolve().parents[2] / "lab" / "planted"
 FAULT = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05, "rows": "decode"}
 
 
-def test_a_fault_in_decode(
-    server: Server,
-    served_model: Path,
-    preloaded_vllm: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+def test_a_fault_in_decode(server, served_model, preloaded_vllm, tmp_path, monkeypatch, capsys):
     """Golden's own batches are the limit here, which on a CPU is none: another two servers would be a minute."""
     draw = random.Random(5)
     asked = [{"id": f"decode{i}", "token_ids": [draw.randrange(10, 500) for _ in range(12 + 13 * i)]} for i in range(8)]
@@ -90,14 +81,7 @@ ASKED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_another_chat_template(
-    server: Server,
-    served_model: Path,
-    preloaded_vllm: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+def test_another_chat_template(server, served_model, preloaded_vllm, tmp_path, monkeypatch, capsys):
     """Mine ends a message with a blank, not with a line's end. The numbers are compared along golden's token ids, and
     are the same; log-probabilities are those before what a sampler changes, and after what a grammar forbids."""
     (tmp_path / "mine.jinja").write_text(CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|> "))

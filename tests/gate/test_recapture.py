@@ -1,7 +1,5 @@
 """A side once more, with a server by hand: when what is armed, what is kept, and what is gone on with."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
@@ -159,9 +157,7 @@ def test_a_server_that_has_answered_the_gate_is_asked_again(machine: Machine, go
     assert (dig.dump("golden") / "run.json").exists()
 
 
-def test_a_kept_server_of_which_nothing_is_captured_leaves_nothing(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_a_kept_server_of_which_nothing_is_captured_leaves_nothing(machine, tmp_path):
     kept = KeptServers(("mine",), tmp_path / "dig", 1.0)
     with kept.serve("mine", "vllm serve M", how().environ, tmp_path, 10, USUAL) as run:
         assert (tmp_path / "dig" / "mine" / "run.json").exists()
@@ -209,9 +205,7 @@ def test_what_was_begun_is_made_again_and_what_is_done_is_not(machine: Machine, 
     assert other.done == []
 
 
-def test_nothing_captured_is_an_error(
-    machine: Machine, golden: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_captured_is_an_error(machine, golden, tmp_path, monkeypatch):
     monkeypatch.setattr(localize, "_SEEN_S", 0.5)  # how long a server may take to write its first line
     machine.empty = True
     dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)

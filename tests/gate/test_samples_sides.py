@@ -1,7 +1,5 @@
 """What a path of samples is read as: files and folders of both tools, and what is none."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -133,57 +131,6 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     ]
     side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", lines))
     assert side.answers[0].scores == {"a": None, "b": None, "c": 1.0, "d": None, "e": None, "f": None}
-
-
-def test_a_folder_of_the_harness(tmp_path: Path) -> None:
-    write_samples(tmp_path / f"run/model/samples_a_{TIME}.jsonl", right(2, []))
-    write_samples(tmp_path / "run/model/samples_a_2026-11-24T10-00-00.jsonl", right(3, []))
-    write_samples(tmp_path / f"run/model/samples_b_{TIME}.jsonl", right(4, []))
-    (tmp_path / "run/model/results_2026.json").write_text('{"results": {}, "configs": {}}')
-    side = evaluations.open_side(tmp_path / "run")
-    assert [a.task for a in side.answers] == ["a"] * 3 + ["b"] * 4
-    assert "of 2 files of a the newest is taken" in side.notes[0]
-    write_samples(tmp_path / f"run/other/samples_a_{TIME}.jsonl", right(2, []))
-    with pytest.raises(SamplesError, match="2 models or runs"):
-        evaluations.open_side(tmp_path / "run")
-
-
-@pytest.mark.parametrize("form", ["list", "dict", "bare"])
-@pytest.mark.parametrize("parts", [0, 2])
-def test_opencompass(form: str, parts: int, tmp_path: Path) -> None:
-    file = write_opencompass(tmp_path / "out", "gsm8k", [True, False, True], form=form, parts=parts)
-    for path in (file, tmp_path / "out", tmp_path / "out" / "results"):
-        side = evaluations.open_side(path)
-        assert side.tool == evaluations.OPENCOMPASS
-        assert [a.scores for a in side.answers] == [{"correct": 1.0}, {"correct": 0.0}, {"correct": 1.0}]
-        assert {a.task for a in side.answers} == {"gsm8k"}
-        assert not side.by_index
-        assert len({a.key for a in side.answers}) == 3
-        assert evaluations.requests(side.answers[2].place) == [
-            {"messages": [{"role": "user", "content": "how much is 2 and 2?"}]}
-        ]
-
-
-EVALSCOPE_LINE = {
-    "index": 1, "input": "question 1", "target": "A",
-    "sample_score": {"score": {"value": {"acc": 0.0}, "extracted_prediction": "B", "prediction": "B"}, "sample_id": 1},
-}  # fmt: skip
-ASKED = {"index": 1, "model_output": {}, "messages": [{"id": "x", "role": "user", "content": "question 1?"}]}
-
-
-@pytest.mark.parametrize("below", ["", "2026", "2026/reviews", "2026/reviews/m", "2026/reviews/m/law.jsonl"])
-def test_evalscope(below: str, tmp_path: Path) -> None:
-    """A run's folder, what is below it, and a file. Prompts are those of predictions/, else the review's input."""
-    write_samples(tmp_path / "2026/reviews/m/law.jsonl", [EVALSCOPE_LINE, {**EVALSCOPE_LINE, "index": 2}, {"index": 3}])
-    asked = write_samples(tmp_path / "2026/predictions/m/law.jsonl", [ASKED])
-    side = evaluations.open_side(tmp_path / below)
-    assert (side.tool, side.left_out) == (evaluations.EVALSCOPE, {evaluations.NO_SAMPLE: 1})
-    assert [(a.task, a.name, a.scores["acc"]) for a in side.answers] == [("law", "1", 0.0), ("law", "2", 0.0)]
-    assert [evaluations.requests(a.place) for a in side.answers] == [
-        [{"messages": [{"role": "user", "content": "question 1?"}]}], [{"prompt": "question 1"}]
-    ]  # fmt: skip
-    with pytest.raises(SamplesError, match="1 answers without a text"):
-        evaluations.open_side(asked)
 
 
 def test_opencompass_without_predictions_has_only_numbers(tmp_path: Path) -> None:

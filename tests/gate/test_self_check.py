@@ -1,7 +1,5 @@
 """Which way is named, of made-up answers whose rounding lies on the logits' grid."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

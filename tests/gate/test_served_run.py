@@ -1,7 +1,5 @@
 """A command in the background: what its words say, what its log says of its death, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -140,9 +138,7 @@ def test_settings_in_front_of_a_command(tmp_path: Path, shell: dict[str, str]) -
         pass
 
 
-def test_a_start_is_not_silent_and_shows_no_key(
-    tmp_path: Path, shell: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_is_not_silent_and_shows_no_key(tmp_path, shell, monkeypatch, capsys):
     monkeypatch.setattr(waiting, "PIPE_S", 0.5)
     line = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:1] args: s3cret"
     more = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:2] \treserved_cpus=[1]"

@@ -1,7 +1,5 @@
 """What a side is, by its text; whole gates are in tests/cli/test_gate_servers.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

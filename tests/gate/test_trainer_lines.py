@@ -1,7 +1,5 @@
 """Every trainer's names, padding and alignment give the same sequence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank has healed: its file, its lines, and how `accprobe run --heal` ends."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measured floors: the file and what several of them say together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

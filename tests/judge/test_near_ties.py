@@ -1,7 +1,5 @@
 """Near ties of a router and of tokens: rows sent elsewhere, margins of experts, flips."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Whose an error between modules is, and steps that graphs replay. Blame as a whole: tests/comparison, tests/e2e."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A profile of a machine goes to a file and back, and nobody else's file becomes one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

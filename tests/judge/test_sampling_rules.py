@@ -1,7 +1,5 @@
 """What a request's parameters make of logits, on rows written by hand; the noise of vLLM's CPU sampler."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

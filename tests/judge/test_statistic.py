@@ -1,7 +1,5 @@
 """Rates of false alarms and their quantiles, distributions against scipy's, units of rounding."""
 
-from __future__ import annotations
-
 import math
 import random
 from fractions import Fraction

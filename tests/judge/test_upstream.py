@@ -1,7 +1,5 @@
 """What reaches a row from upstream: slices between children, earlier rows, and lists continued from prefixes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,16 +1,12 @@
 """Weights that differ from golden's, within one dump, and those that loading did not write."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from judge.lives import lives, made, weight
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.dump.journal import Lives, WeightPrint
-from vllm_accprobe.judge.weights import NEVER_WRITTEN, WeightFault, any_layers, faults_within, side_of, weights_between
+from vllm_accprobe.judge.weights import NEVER_WRITTEN, any_layers, faults_within, side_of, weights_between
 
 OLD, NEW = weight(1), weight(2)
 CLEAN = lives([made(0, OLD), made(1, NEW)], "reload")
@@ -76,108 +72,82 @@ def test_what_packing_computes_of_a_wrong_scale_is_not_blamed() -> None:
     assert (found["what"], found["parameter"]) == ("not written", "weight_scale")
 
 
-OLD, NEW = weight(1), weight(2)
-SWAPPED = OLD[[0, 4, 2, 3, 1, 5]]
 OTHERS = [made(life, weight(10 + i), tap=f"o.{i}") for life in (0, 1) for i in range(4)]
+Q_AND_K = (("q", 0, 2), ("k", 2, 6))
 
 
-def found(prints: list[WeightPrint], *kinds: str) -> list[WeightFault]:
-    return faults_within(side_of(lives(prints, *kinds)), "mine")
+def rows_of(bits: np.ndarray, *order: int) -> np.ndarray:
+    return bits[list(order)]
 
 
-@pytest.mark.parametrize("after", [OLD, NEW])
-def test_a_clean_reload_is_silent(after: np.ndarray) -> None:
-    assert found([made(0, OLD), made(1, after), *OTHERS], "reload") == []
-
-
-def test_rows_that_a_reload_skips_are_named() -> None:
-    parts = (("q", 0, 2), ("k", 2, 6))
-    prints = [made(0, OLD, parts=parts), made(1, OLD, written=((2, 6, 1),), parts=parts), *OTHERS]
-    (fault,) = found(prints, "reload")
-    assert (fault.what, fault.rows, fault.event) == ("not written", "q", "reload 1")
-    assert "contains its earlier values" in fault.says
-
-
-def test_a_bucket_that_means_to_write_one_layer_is_no_fault() -> None:
-    untouched = [made(1, weight(10 + i), tap=f"o.{i}", times=0) for i in range(4)]
-    assert found([made(0, OLD), *OTHERS[:4], made(1, NEW), *untouched], "sync") == []
-
-
-def test_two_rows_that_packing_exchanges() -> None:
-    (fault,) = found([made(0, OLD), made(0, SWAPPED, "packed")])
-    assert (fault.what, fault.rows) == ("exchanged", "rows 1, 4")
-
-
-def test_rows_of_an_expert_are_counted_within_it() -> None:
-    (fault,) = found([made(0, OLD, block=3), made(0, OLD[[0, 1, 2, 5, 4, 3]], "packed", block=3)])
-    assert fault.says.endswith("rows 0 and 2 were exchanged")
-    assert fault.rows == "rows 0, 2 of expert 1"
-
-
-def test_an_order_is_not_a_value() -> None:
+def one_value_off() -> np.ndarray:
     changed = OLD.copy()
     changed[3, 2] += 1
-    (fault,) = found([made(0, OLD), made(0, changed, "packed")])
-    assert fault.what == "value"
-    assert found([made(0, OLD), made(0, OLD[::-1].copy(), "packed", undone="unknown")]) == []
+    return changed
 
 
-@pytest.mark.parametrize(
-    ("bits", "more", "what"),
-    [(OLD * 0, {}, "zero"), (OLD, {"nan": 2}, "NaN"), (OLD, {"raw": True, "written": ((0, 3, 1),)}, "never filled")],
-)
-def test_scales(bits: np.ndarray, more: dict[str, object], what: str) -> None:
-    (fault,) = found([made(0, bits, name="weight_scale", **more)])
-    assert fault.what == what
+PACKED_AGAIN = [made(0, OLD), made(0, OLD[::-1].copy(), "packed", undone="unknown")]
+"""Of an order that is not known."""
+LIVES: dict[str, tuple[list[WeightPrint], tuple[str, ...], dict[str, str]]] = {
+    "a clean reload": ([made(0, OLD), made(1, OLD), *OTHERS], ("reload",), {}),
+    "a clean reload of other values": ([made(0, OLD), made(1, NEW), *OTHERS], ("reload",), {}),
+    "rows that a reload skips": (
+        [made(0, OLD, parts=Q_AND_K), made(1, OLD, written=((2, 6, 1),), parts=Q_AND_K), *OTHERS], ("reload",),
+        {"what": "not written", "rows": "q", "event": "reload 1", "says": "contains its earlier values"},
+    ),
+    "a bucket that means to write one layer": (
+        [made(0, OLD), *OTHERS[:4], made(1, NEW), *(made(1, weight(10 + i), tap=f"o.{i}", times=0) for i in range(4))],
+        ("sync",), {},
+    ),
+    "two rows that packing exchanges": (
+        [made(0, OLD), made(0, rows_of(OLD, 0, 4, 2, 3, 1, 5), "packed")], (),
+        {"what": "exchanged", "rows": "rows 1, 4"},
+    ),
+    "rows of an expert, counted within it": (
+        [made(0, OLD, block=3), made(0, rows_of(OLD, 0, 1, 2, 5, 4, 3), "packed", block=3)], (),
+        {"says": "rows 0 and 2 were exchanged", "rows": "rows 0, 2 of expert 1"},
+    ),
+    "a value": ([made(0, OLD), made(0, one_value_off(), "packed")], (), {"what": "value"}),
+    "an order is not a value": (PACKED_AGAIN, (), {}),
+    "scales of 0": ([made(0, OLD * 0, name="weight_scale")], (), {"what": "zero"}),
+    "scales of NaN": ([made(0, OLD, name="weight_scale", nan=2)], (), {"what": "NaN"}),
+    "scales in part": (
+        [made(0, OLD, name="weight_scale", raw=True, written=((0, 3, 1),))], (), {"what": "never filled"},
+    ),
+    "a sleep that changes nothing": ([made(0, OLD), made(1, OLD, "packed")], ("wake",), {}),
+    "a sleep that changes all": ([made(0, OLD), made(1, NEW, "packed")], ("wake",), {"what": "sleep"}),
+    "an expert that is not packed again": (
+        [*PACKED_AGAIN, made(1, NEW), *OTHERS], ("reload",), {"what": "not packed again"},
+    ),
+    "loading that writes all": ([made(0, OLD, raw=True), made(0, NEW, tap="l.1", raw=True)], (), {}),
+    "memory that nobody filled": (
+        [made(0, OLD, raw=True), made(0, NEW, tap="l.1", times=0, raw=True)], (),
+        {"what": NEVER_WRITTEN, "tap": "l.1", "rows": "",
+         "says": "l.1.weight was never written by loading: it contains earlier values of the memory"},
+    ),
+    "some rows of it": (
+        [made(0, OLD, times=4, raw=True)], (), {"says": "l.0.weight (rows 4, 5) was never written by loading"},
+    ),
+    "what the module filled, and other layers were written": (
+        [made(0, weight(i), tap=f"layers.{i}.norm", times=6 if i else 0) for i in range(3)], (),
+        {"tap": "layers.0.norm", "says": "as initialised, while loading wrote that of other layers"},
+    ),
+    "a constant": ([made(0, OLD), made(0, NEW, tap="model", name="normalizer", times=0)], (), {}),
+    "a table": ([made(0, OLD), made(0, NEW, tap="l.1", name="cos_sin_cache", times=0, raw=True)], (), {}),
+    "where nobody looked": ([made(0, OLD, written=None), made(0, NEW, tap="l.1", written=None)], (), {}),
+    "alone": ([made(0, OLD, times=0, raw=True)], (), {}),
+}  # fmt: skip
+"""Life → its prints, its later events, and what its only finding has; {}: none."""
 
 
-def test_sleep_must_change_nothing() -> None:
-    assert found([made(0, OLD), made(1, OLD, "packed")], "wake") == []
-    (fault,) = found([made(0, OLD), made(1, NEW, "packed")], "wake")
-    assert fault.what == "sleep"
-
-
-def test_an_expert_that_is_not_packed_again() -> None:
-    prints = [made(0, OLD), made(0, OLD[::-1].copy(), "packed", undone="unknown"), made(1, NEW), *OTHERS]
-    (fault,) = found(prints, "reload")
-    assert fault.what == "not packed again"
-
-
-def faults(*prints: Any) -> list[WeightFault]:
-    return faults_within(side_of(lives(list(prints))), "mine")
-
-
-def test_loading_that_writes_all_is_silent() -> None:
-    assert faults(made(0, weight(1), raw=True), made(0, weight(2), tap="l.1", raw=True)) == []
-
-
-def test_memory_that_nobody_filled() -> None:
-    (fault,) = faults(made(0, weight(1), raw=True), made(0, weight(2), tap="l.1", times=0, raw=True))
-    assert (fault.what, fault.tap, fault.rows) == (NEVER_WRITTEN, "l.1", "")
-    assert fault.says == "l.1.weight was never written by loading: it contains earlier values of the memory"
-
-
-def test_some_rows_of_it() -> None:
-    (fault,) = faults(made(0, weight(1), times=4, raw=True))
-    assert fault.says.startswith("l.0.weight (rows 4, 5) was never written by loading")
-
-
-def test_what_the_module_filled_and_other_layers_were_written() -> None:
-    norm = [made(0, weight(i), tap=f"layers.{i}.norm", times=6 if i else 0) for i in range(3)]
-    (fault,) = faults(*norm)
-    assert fault.tap == "layers.0.norm"
-    assert fault.says.endswith("as initialised, while loading wrote that of other layers")
-
-
-def test_constants_and_tables_are_none() -> None:
-    written = made(0, weight(1))
-    assert faults(written, made(0, weight(2), tap="model", name="normalizer", times=0)) == []
-    assert faults(written, made(0, weight(2), tap="l.1", name="cos_sin_cache", times=0, raw=True)) == []
-
-
-def test_where_nobody_looked_nothing_is_known() -> None:
-    assert faults(made(0, weight(1), written=None), made(0, weight(2), tap="l.1", written=None)) == []
-    assert faults(made(0, weight(1), times=0, raw=True)) == []
+@pytest.mark.parametrize("life", LIVES)
+def test_the_life_of_a_weight(life):
+    prints, kinds, expected = LIVES[life]
+    found = faults_within(side_of(lives(prints, *kinds)), "mine")
+    assert len(found) == bool(expected), found
+    for name, value in expected.items():
+        seen = getattr(found[0], name)
+        assert value in seen if name == "says" else seen == value
 
 
 def test_form() -> None:

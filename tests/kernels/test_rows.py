@@ -1,7 +1,5 @@
 """The compiled loop against the definition, over dtypes, widths and values that break shortcuts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The laboratory of causes: its cases are stable and balanced, its predicates tell causes apart, its totals count."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Each kind of fault does what its docstring says, on layers small enough to compute by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The planted faults are what they say: a probe can only be judged by faults that do what their name promises."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 
@@ -23,27 +21,6 @@ class Tiny(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
-
-
-def run(fault: Fault) -> torch.Tensor:
-    model = Tiny()
-    plant(model, fault)
-    with torch.no_grad():
-        return model(torch.ones(3, 4), torch.tensor([5, 6, 7]))
-
-
-def test_scale_of_all_rows() -> None:
-    assert torch.equal(run(Fault("scale", "first", factor=3.0)), torch.full((3, 4), 3.0))
-
-
-def test_one_feature() -> None:
-    expected = torch.tensor([[1.0, 1.0, 3.0, 1.0]]).expand(3, 4)
-    assert torch.equal(run(Fault("scale", "second", factor=3.0, features=(2,))), expected)
-
-
-def test_weight_rows() -> None:
-    expected = torch.tensor([[1.0, 5.0, 1.0, 1.0]]).expand(3, 4)
-    assert torch.equal(run(Fault("weight", "first", factor=5.0, features=(1,))), expected)
 
 
 def test_a_wrapped_forward_keeps_its_signature() -> None:

@@ -1,7 +1,5 @@
 """The gate's laboratory itself: its cases, its prompts, and rows that only an engine knows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import accprobe_fault_rows

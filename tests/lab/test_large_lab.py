@@ -1,7 +1,5 @@
 """The large laboratory's declarations are sound, its command judges what it should, and memory is measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -77,9 +75,7 @@ def _judged(pair: Pair, golden: Path, mine: Path, *_: object, replay: bool = Fal
     return Outcome(pair.name, pair.group, pair.half, pair.expected, verdict, verdict if replay else None)
 
 
-def test_only_what_is_there_is_judged_and_held_out_pairs_stay_unnamed(
-    kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_is_there_is_judged_and_held_out_pairs_stay_unnamed(kept, capsys):
     assert large.main(["--judge-only", str(kept)]) == 0
     printed = capsys.readouterr().out
     assert f"{len(PAIRS) - 3} of {len(PAIRS)} pairs are not there" in printed
@@ -89,58 +85,6 @@ def test_only_what_is_there_is_judged_and_held_out_pairs_stay_unnamed(
     assert {o["name"] for o in json.loads((kept / "results.json").read_text())} == {
         FAULT.name, SECRET.name, CLEAN_PAIR.name
     }  # fmt: skip
-
-
-def test_a_run_is_deleted_once_its_last_pair_was_judged(kept: Path) -> None:
-    runs = Runs(kept)
-    assert large.main(["--judge-only", str(kept), "--delete", "--only", CLEAN_PAIR.name]) == 0
-    assert not runs.there(CLEAN_PAIR.mine)
-    assert runs.there(CLEAN_PAIR.golden)
-    assert runs.there(FAULT.mine)
-
-
-def test_what_is_known_is_left_out_unless_its_replay_is_wanted(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--judge-only", str(kept), "--only", FAULT.name, "--resume"]
-    assert large.main(words) == 0
-    capsys.readouterr()
-    assert large.main(words) == 0
-    assert f"ok  {FAULT.name}" not in capsys.readouterr().out
-    assert large.main([*words, "--replay"]) == 0
-    printed = capsys.readouterr().out
-    assert f"ok  {FAULT.name}" in printed
-    assert "the same verdict with --replay: 1 of 1" in printed
-
-
-def test_a_list_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert large.main(["--list", "--half", "tuned", "--only", "issue"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 6
-    assert all(line.startswith(TUNED) for line in printed)
-
-
-def test_an_unknown_pair_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert large.main(["--only", "no such pair"]) == 2
-    assert "--list" in capsys.readouterr().err
-
-
-def test_a_run_of_something_else_is_made_again(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    runs.at(FAULT.mine).mkdir(parents=True)
-    runs._done(FAULT.mine).write_text(large_runs._text(replace(FAULT.mine, way="chunks")))
-    assert not runs.there(FAULT.mine)
-    runs._done(FAULT.mine).write_text(large_runs._text(FAULT.mine))
-    assert runs.there(FAULT.mine)
-
-
-def test_what_was_judged_by_default_is_not_judged_so_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asks: list[list[str]] = []
-    monkeypatch.setattr(
-        large_judge, "compare", lambda golden, mine, expected, options: asks.append([*options]) or Verdict("pass")
-    )
-    first = large_judge.judge(FAULT, tmp_path, tmp_path, ["--replay-seconds", "5"])
-    both = large_judge.judge(FAULT, tmp_path, tmp_path, ["--replay-seconds", "5"], replay=True, known=first)
-    assert asks == [["--replay-seconds", "5"], ["--replay-seconds", "5", "--replay"]]
-    assert both == replace(first, replay=Verdict("pass"), at=both.at)
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Models are trained on the spot: deterministically, once, and into what a checkpoint should be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

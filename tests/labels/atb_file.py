@@ -1,7 +1,5 @@
 """Writes a tensor as ATB's ``.bin``: header lines up to ``$End=1``, then the bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Peers that mean harm, and peers with certificates that are not theirs to use."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import threading

@@ -1,8 +1,6 @@
 """What the tests of the online check have in common: dumps of many calls, both commands as processes, a line that can
 be cut."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """msprobe's config.json, both sides."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who is turned away, in which words, and that whoever may speak is served meanwhile."""
 
-from __future__ import annotations
-
 import io
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Batches in a folder: what is damaged, another run's, or no batch at all."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

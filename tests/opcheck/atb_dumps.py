@@ -1,7 +1,5 @@
 """A dump of ATB operators, made by hand: its bins, its parameters, and what opcheck finds in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Run by tests in a process of its own: real dumps of msprobe with gradients. Arguments: task, dump path, and again."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Calls of operators whose outputs are made wrong by torch itself, for causes to be found in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Dumps of msprobe's own, with gradients: made once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the standard says of an output, given its call: as opcheck does, without a dump."""
 
-from __future__ import annotations
-
 import torch
 from reference_calls import evaluated
 

@@ -1,7 +1,5 @@
 """A dump of one decoder layer in bfloat16, as an engine leaves it: honest, or with one tap that goes wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Machines that compute in known ways, as dumps of four layers: what opcheck must recognise, and what it must not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

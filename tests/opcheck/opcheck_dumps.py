@@ -1,7 +1,5 @@
 """A small dump of module calls for the tests of opcheck, through the real writer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two machines' csv files for opdiff: rows as opcheck writes them, and msprobe's details."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dumps with operator calls, as the capture of operators leaves them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

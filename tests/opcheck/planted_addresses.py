@@ -1,8 +1,6 @@
 """Planted faults of addresses: something that torch computed rightly is read from, or written to, a wrong place; and of
 what only a block, a latent cache, positions of several sections or a sampler have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

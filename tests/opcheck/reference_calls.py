@@ -1,7 +1,5 @@
 """Calls of references with drawn numbers, and what they give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Error bounds and limits against kernels that are right: a quick search over all references that
 scripts/search_bounds.py has (8 s of CPU), and inputs that it found."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """How a call finds its reference: a user's own, device kernels, what declines."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,19 +1,12 @@
 """vLLM's own operators, borrowed for inputs that are drawn: what its import says on stderr is nobody's concern."""
 
-from __future__ import annotations
-
 import logging
 import sys
-from pathlib import Path
-
-import pytest
 
 from vllm_accprobe.opcheck.run import rerun
 
 
-def test_its_warnings_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_its_warnings_are_not_repeated(tmp_path, monkeypatch, capfd):
     (tmp_path / "talkative_vllm.py").write_text(
         "import logging\nlogging.getLogger('vllm.x').warning('Triton has no CPU backend')\nclass ThereInQuiet: pass\n"
     )

@@ -1,7 +1,5 @@
 """A Python that can import torch, pytest and what these two require, and nothing else: no accprobe, vllm or numpy."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Taps in functions: found by meaning, refused with the nearest, harmless to what the function does, and undone."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys
@@ -33,8 +31,6 @@ from vllm_accprobe.patching.source import NotThere, find_function, find_statemen
 
 SOURCE = '''
 """A module."""
-from __future__ import annotations
-
 import functools
 
 
@@ -214,9 +210,7 @@ def test_listeners_come_and_go(module: ModuleType) -> None:
     ("bare", tap("q", "result", "return"), "no return statement"),
     ("Layer.forward", tap("q", "q", "after", "import os; import sys"), "is not one statement"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_and_changes_nothing(
-    module: ModuleType, function: str, spec: Insertion, why: str
-) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(module, function, spec, why):
     code = module.Layer.forward.__code__
     with pytest.raises(NotThere, match=why):
         put(module, function, spec)
@@ -273,9 +267,7 @@ def target(**how: Any) -> Target:
     ({"taps": (TapSpec("p", "y", "after", ("y = x + 2",)),)}, REFUSED, "nearest, line"),
     ({"hashes": ("0" * 32,)}, REFUSED, "its source has changed"),
 ])  # fmt: skip
-def test_check_says_what_would_happen_and_imports_nothing(
-    module: ModuleType, how: dict[str, Any], status: str, why: str
-) -> None:
+def test_check_says_what_would_happen_and_imports_nothing(module, how, status, why):
     for name in [n for n in sys.modules if n.startswith("accprobe_patched_example")]:
         del sys.modules[name]
     (outcome,) = check(Patch("example", "", (target(**how),), Path("x.toml")))

@@ -1,7 +1,5 @@
 """Patches on a captured model: taps with rows and values, labels, refusals that are counted, no trace afterwards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

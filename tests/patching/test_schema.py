@@ -1,7 +1,5 @@
 """What a patch file may say: paths and anchors, and nothing that could run."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

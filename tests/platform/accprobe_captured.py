@@ -14,8 +14,6 @@ DeepSeek's models fail here. Dense and MoE models, both model runners and tensor
 Not here: ``FULL``, breakable graphs, streams.
 """
 
-from __future__ import annotations
-
 import os
 
 ENV = "ACCPROBE_CAPTURED"

@@ -6,8 +6,6 @@ Through support/engine.py: an EngineHost with ``environment``, and ``engine`` as
     run = host.capture(model, asks, out=folder / "dump", env=options(log=folder / "steps"), **engine())
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -28,8 +28,6 @@ Without ``at`` it is the piece's first output at its end, where taps have copied
 Not here: what the model computes; faults of modules and operators (lab/planted).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

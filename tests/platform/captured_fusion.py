@@ -7,8 +7,6 @@ lets the residual go into it twice, as a fused add and norm does whose pattern m
 behind it stays right. Not here: faults of captured graphs (captured_faults.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

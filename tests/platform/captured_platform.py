@@ -3,8 +3,6 @@
 Told there. Not here: what is computed.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import fields
 from typing import Any

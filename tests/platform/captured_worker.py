@@ -4,8 +4,6 @@ The problem: CPUWorker compiles while it looks how much memory there is, and nev
 streams, a device's memory and its workspace. The idea: call vLLM's own, with these three taken away.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch

@@ -11,8 +11,6 @@ capture wherever a piece allocates without writing, so that the padding of what 
 All three are read when a piece is wrapped, so for each engine anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

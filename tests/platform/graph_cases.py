@@ -8,8 +8,6 @@ A fault of a recording is seen at the first tap behind it, since taps stand wher
 (graph_lab.py), what the kinds do (captured_faults.py, captured_fusion.py, lab/planted/accprobe_fault_kinds.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ own, because nothing in its key tells of a fault, or none where inductor compile
 here: the judge (lab/judging.py), the cases (graph_cases.py).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping

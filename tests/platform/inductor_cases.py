@@ -8,8 +8,6 @@ norm behind the fault swallows a factor, and a residual sum makes it small. The 
 Not here: running (graph_lab.py), faults that only captured graphs have (graph_cases.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from graph_cases import GROUP, GraphCase

@@ -6,8 +6,6 @@ sent one at a time, so that a request of n tokens is one step of n rows, padded 
 any, and then steps of one row.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections import Counter
@@ -140,9 +138,7 @@ SMALL = [
     (SMALL, lambda n, token: n == 2 or n in (3, 4) or n in (5, 6, 7)),
     ([{"kind": "stale", "piece": 1, "input": "positions"}], lambda n, token: token == 1 or 1 < n <= 8),
 ], ids=["share, size and leak", "stale"])  # fmt: skip
-def test_planted_faults_show_where_they_can_and_nowhere_else(
-    serve: Serve, faults: list[dict[str, Any]], shows: Callable[[int, int], bool]
-) -> None:
+def test_planted_faults_show_where_they_can_and_nowhere_else(serve, faults, shows):
     """In the first (0) or second (1) token after a prompt of n. The second comes from a step of one row; it is wrong,
     too, where the first step has left wrong keys and values. Stale positions are those of the capture, all 0: right
     for a prompt of one token. Without padding, at 8 of 8 rows, nothing leaks; 9 and 10 fit into no graph."""

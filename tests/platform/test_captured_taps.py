@@ -4,8 +4,6 @@ One engine with taps at all modules; requests one at a time, so that a request o
 to a captured size or too large for any.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """Comparisons made up for the report's tests: a realistic one of any size, and a hostile one."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

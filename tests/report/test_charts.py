@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from report_examples import comparison, pair, row_table
 from small_examples import two_requests
-from support.peer_dumps import unpack
 from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
@@ -93,20 +92,6 @@ def test_who_failed_is_not_below_the_line_and_one_fault_has_one_factor(fault, st
         assert facts.sentence(origin).count(facts.origin_times(origin)[:-1] + " times") == 1
     blamed = {o["module"] for o in result.origins}
     assert all(p.created is None or p.created <= 1 for p in points.values() if p.tap not in blamed)
-
-
-PEERS = (
-    ("b_sglang_tp", "golden", "mine"), ("f_torchair", "ge_nofusion_golden", "ge_mine"), ("g_single", "golden", "mine"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "golden", "mine"), PEERS)
-def test_of_another_tools_dump_too_one_fault_has_one_factor(name, golden, mine, tmp_path):
-    root = unpack(name, tmp_path)
-    result = compare(root / golden, root / mine)
-    culprit = result.origins[0]
-    own = [p for p in result.pairs if (p.tap, p.role) == (culprit["module"], culprit["role"]) and p.status == "fail"]
-    assert max(map(facts.severity, own)) == pytest.approx(facts.origin_factor(culprit))
 
 
 def test_layers_of_names():

@@ -3,8 +3,6 @@
 What is identical by its numbers and what by its bits is held against comparisons in which it is known: a dump against
 itself, against its own copy in another tool's file, against other batches, against one zero with another sign."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

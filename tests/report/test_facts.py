@@ -1,7 +1,5 @@
 """The verdict in one sentence, whatever it rests on."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import replace

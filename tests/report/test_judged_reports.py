@@ -36,61 +36,6 @@ def judged():
     )  # fmt: skip
 
 
-def test_terminal():
-    assert terminal.lines(judged())[:34] == [
-        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error in all 4 layers, first here: "
-        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0525 (4x)",
-        "",
-        "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
-        "outlier among sibling layers: 4 times what the same operator does in other layers (1 of 2,000)",
-        "1 other independent origin, in data-flow order:",
-        "  2. lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0404 (5.2x); "
-        "beyond chance, 5.2x; shape: all rows",
-        "",
-        "by chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons with rounding alone",
-        "",
-        "this would decide:",
-        "  nothing was replayed; a replay tells which operator is wrong for its own inputs:",
-        "    accprobe compare golden mine --replay",
-        "  a second run of golden's side, batched in another way, shows what correct runs differ by:",
-        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL",
-        "    accprobe compare golden golden-again --calibrate golden-floor",
-        "    accprobe compare golden mine --floor golden-floor",
-        "  8 rows compared, too few to tell a habit from an accident: send both sides more and longer requests:",
-        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve MODEL",
-        "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve MODEL",
-        "    accprobe compare golden-more mine-more",
-        "",
-        "how these machines compute:",
-        "  mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest",
-        "  both: rounds to nearest in RMSNorm (bfloat16)",
-        "",
-        "coverage:",
-        "  pairs: 0 = 0 pass + 0 fail at 2 origins + 0 propagated + 0 skipped",
-        "  pairs compared: 0 (0 pass, 0 fail)",
-        "  pairs identical: 0 (0 bit-identical)",
-        "  pairs skipped: 0",
-        "  rows compared: 8",
-        "  rows only in golden: 0",
-        "  rows only in mine: 0",
-        "  taps only in golden: 0",
-    ]
-    assert len(terminal.lines(judged(), terminal.QUIET)) == 1
-
-
-def test_the_terminal_cuts_and_counts():
-    result = judged()
-    result.__dict__["would_decide"] = [{"why": f"w{i}", "command": "c"} for i in range(5)]
-    assert terminal.deciding(result) == [
-        "this would decide:", *(x for i in range(3) for x in (f"  w{i}:", "    c")),
-        "  … 2 more: compare.json, would_decide",
-    ]  # fmt: skip
-    assert len(terminal.deciding(result, full=True)) == 11
-    many = comparison(machines={"mine": [habit(f"L{i}", f"does {i}", 0.0) for i in range(13)]})
-    assert terminal.how_they_compute(many)[-1] == "  … 3 more: compare.html, or compare.json, machines"
-    assert len(terminal.how_they_compute(many, full=True)) == 14
-
-
 def test_nothing_of_it_is_shown_where_nothing_is_known():
     passing = realistic(layers=1, steps=1, fail=False)
     for text in ("\n".join(terminal.lines(passing)), "\n".join(markdown.markdown_lines(passing)), html.page(passing)):

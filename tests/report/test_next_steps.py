@@ -1,7 +1,5 @@
 """Each printed command is typed in on the dumps that it was printed for, and does what it is printed for."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -97,9 +95,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_command_runs_as_it_is_printed(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_runs_as_it_is_printed(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make, wanted = KINDS[kind]
     golden, mine, more = make(tmp_path)
@@ -136,9 +132,7 @@ def test_each_command_runs_as_it_is_printed(
         assert b"1 passed" in done.stdout, done.stdout[-500:]
 
 
-def test_what_was_not_captured_is_captured_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_captured_is_captured_and_replayed(tmp_path, monkeypatch, capsys):
     """Whatever serves the model is played by a capture of the same synthetic model into the folder that is named."""
     monkeypatch.chdir(tmp_path)
     sides = {"golden": capture(**ONE), "mine": capture(faults={DOWN: scaled(1.2)}, **ONE)}

@@ -1,7 +1,5 @@
 """compare.csv read back with the csv module."""
 
-from __future__ import annotations
-
 import csv
 import math
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from report_examples import EVIL, ORIGIN, comparison, pair
+from report_examples import ORIGIN, comparison, pair
 
 from vllm_accprobe.comparison.verdict.neighbours import Edge, OriginNeighbours
 from vllm_accprobe.report import markdown, terminal, verdict_parts
@@ -116,18 +116,6 @@ def test_what_differs_is_known_only_where_both_sides_are():
     assert verdict_parts.differing({"mine": mine}) == verdict_parts.differing({}) == []
 
 
-def test_one_dtype_may_differ_and_the_other_not():
-    golden = [habit("Linear", NEAREST), habit("Linear", dtype="float16", **ZERO)]
-    mine = [habit("Linear", **ZERO), habit("Linear", dtype="float16", **ZERO)]
-    assert verdict_parts.machine_lines({"golden": golden, "mine": mine}) == [
-        "mine rounds toward zero in Linear (bfloat16): costs up to 1 unit; golden rounds to nearest",
-        "both: rounds toward zero in Linear (float16): costs up to 1 unit",
-    ]
-    assert verdict_parts.machine_lines({"golden": mine, "mine": golden})[0] == (
-        "mine rounds to nearest in Linear (bfloat16); golden rounds toward zero, which costs up to 1 unit"
-    )
-
-
 def test_several_answers_to_one_question_are_not_set_against_each_other():
     """A kernel may approximate two functions; one of the other side's is no counterpart of both."""
     exp = habit("Attention", "exp right to 2^-20 or better", "function", price=0.001)
@@ -142,40 +130,10 @@ def test_several_answers_to_one_question_are_not_set_against_each_other():
     ]
 
 
-def test_of_two_bounds_the_weaker_is_said_of_both():
-    """How exact a function is seen to be depends on the inputs: two bounds do not contradict each other."""
-    (g, m, approximate) = (habit("SiluAndMul", f"silu right to {e}", "function") for e in
-                           ("2^-16 or better", "2^-17 or better", "2^-9"))  # fmt: skip
-    alike = ["both: silu right to 2^-16 or better in SiluAndMul (bfloat16)"]
-    assert verdict_parts.machine_lines({"golden": [g], "mine": [m]}) == alike
-    assert verdict_parts.machine_lines({"golden": [m], "mine": [g]}) == alike
-    assert verdict_parts.differing({"golden": [g], "mine": [approximate]}) == [
-        "mine: silu right to 2^-9 in SiluAndMul (bfloat16); golden: silu right to 2^-16 or better"
-    ]
-
-
 def test_of_a_side_that_nobody_looked_at_nothing_is_said():
     assert verdict_parts.machine_lines({"golden": [], "mine": [habit("Linear", **ZERO)]}) == [
         "mine rounds toward zero in Linear (bfloat16): costs up to 1 unit"
     ]
-
-
-def test_rows_hold_every_habit():
-    both = {"golden": [habit("Linear", NEAREST, layers=None)], "mine": [habit("Linear", **ZERO)]}
-    assert verdict_parts.rows(both) == [
-        ("mine", "Linear (bfloat16)", "rounds toward zero", "up to 1 unit", "24 of 26 in 4 modules"),
-        ("golden", "Linear (bfloat16)", "rounds to nearest", "", "24 of 26"),
-    ]
-
-
-def test_nothing_known_is_nothing_said():
-    assert verdict_parts.machine_lines({}) == verdict_parts.rows({}) == []
-    assert verdict_parts.machine_lines({"golden": [], "mine": []}) == []
-
-
-def test_names_are_one_printable_line():
-    (line,) = verdict_parts.machine_lines({"mine": [habit(EVIL, EVIL, EVIL, price=EVIL, dtype=EVIL)]})
-    assert line.isprintable()
 
 
 def test_what_costs_something_comes_first_of_what_is_alike():
@@ -222,13 +180,6 @@ def test_a_line_each_side_of_the_culprit_alone():
     ]
     shown = terminal.lines(result)
     assert [line for line in shown if line.startswith(("fed by: ", "feeds: "))] == verdict_parts.neighbour_lines(result)
-
-
-def test_equal_neighbours_say_their_error_once():
-    weights = tuple(Edge("m", f"param.{n}", f"param.{n}", 0.0, 0.0, "identical", "own", 1) for n in ("weight", "bias"))
-    assert verdict_parts.neighbour_lines(with_around(OriginNeighbours("m", "output.0", weights, ()))) == [
-        "fed by: its param.weight, its param.bias (identical)"
-    ]
 
 
 def test_equal_statistics_are_no_proof_of_equal_values():

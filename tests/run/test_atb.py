@@ -1,14 +1,12 @@
 """ATB's variables, the library that is preloaded, and what is collected; without CANN one line says so."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 
 from vllm_accprobe.config import ConfigError
-from vllm_accprobe.run.atb import AtbOptions, collect, options_of, preload
+from vllm_accprobe.run.atb import AtbOptions, collect, preload
 
 
 def test_the_defaults_of_the_document(tmp_path: Path) -> None:
@@ -30,19 +28,6 @@ def test_the_defaults_of_the_document(tmp_path: Path) -> None:
         "ACLTRANSFORMER_SAVE_TENSOR": "1",
         "ACLTRANSFORMER_SAVE_TENSOR_MAX": "1",
     }
-
-
-def test_the_seeds_example() -> None:
-    """seeds: -ids 2, 3_1 -er 3,5,7,7 -opname self -child True -time 0 -tiling -sd -stp 1 -device 1"""
-    options = AtbOptions("2, 3_1", "3,5,7,7", "Self", 0, 1, True, True, True, "tensor,stats", 1)
-    found = options.variables(Path("/x"))
-    expected = {
-        "ATB_SAVE_TENSOR": "2", "ATB_SAVE_TENSOR_IDS": "2,3_1", "ATB_SAVE_TENSOR_RANGE": "3,5,7,7",
-        "ATB_SAVE_TENSOR_RUNNER": "self", "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "Self",
-        "ACLTRANSFORMER_SAVE_TENSOR_MAX": "8", "ATB_SAVE_TENSOR_TIME": "0", "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER": "0",
-        "ATB_SAVE_TENSOR_PART": "1", "ATB_SAVE_TILING": "1", "ATB_SAVE_TENSOR_STATISTICS": "1", "ATB_DEVICE_ID": "1",
-    }  # fmt: skip
-    assert {k: found[k] for k in expected} == expected
 
 
 @pytest.mark.parametrize(("bad", "line"), [
@@ -125,16 +110,3 @@ def test_onnx_is_ours_and_not_the_library_s() -> None:
     assert options.draws
     assert options.variables(Path("/x"))["ATB_DUMP_TYPE"] == "model|tensor"
     assert not AtbOptions(types="model").draws
-
-
-def test_the_ancestor_s_variables_are_taken() -> None:
-    environ = {"ACLTRANSFORMER_SAVE_TENSOR_MAX": "2", "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "SelfAttentionRunner"}
-    found, notes = options_of({"ranges": None, "time": 0}, environ)
-    assert (found.ranges, found.names, found.time) == ("0,1", "SelfAttentionRunner", 0)
-    assert notes == [
-        "ACLTRANSFORMER_SAVE_TENSOR_MAX=2 is taken as --atb-range 0,1",
-        "ACLTRANSFORMER_SAVE_TENSOR_RUNNER=SelfAttentionRunner is taken as --atb-op SelfAttentionRunner",
-    ]
-    assert options_of({"ranges": "3,5", "names": "self"}, environ) == (AtbOptions("", "3,5", "self"), [])
-    with pytest.raises(ConfigError, match="_MAX=x: write how many"):
-        options_of({}, {"ACLTRANSFORMER_SAVE_TENSOR_MAX": "x"})

@@ -1,7 +1,5 @@
 """Signals and exit codes pass through as if nobody stood in between, with a terminal and without."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

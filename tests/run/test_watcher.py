@@ -1,7 +1,5 @@
 """What the progress says is what the journals say, while they grow and afterwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/cli.md has every option as --help has it."""
 
-from __future__ import annotations
-
 import command_page
 
 

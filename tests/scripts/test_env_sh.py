@@ -3,9 +3,6 @@
 A python that only writes down how it was called stands in for the real one: what is installed takes minutes and is
 tested by every run of the suite."""
 
-from __future__ import annotations
-
-import os
 import subprocess
 from pathlib import Path
 
@@ -88,13 +85,3 @@ def test_an_interrupted_install_goes_on(there: bool, tmp_path: Path, tools: Path
     done = source(venv, tools)
     assert "is ready" in done.stdout
     assert "pip" not in ((tools / "calls").read_text() if (tools / "calls").exists() else "")
-
-
-def test_one_that_these_scripts_made_before_there_was_a_marker(tmp_path: Path, tools: Path) -> None:
-    venv = tmp_path / "old"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin/python").write_text(FAKE)
-    (venv / "bin/python").chmod(0o755)
-    (venv / ".accprobe-stamp").write_text("of an older lock\n")
-    assert source(venv, tools).returncode == 0
-    assert os.path.exists(venv / ".accprobe-env")

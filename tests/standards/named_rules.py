@@ -1,7 +1,5 @@
 """A standard's rules by its name, as opcheck and opdiff find them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from vllm_accprobe.standards import MACHINES, OUTPUT, find

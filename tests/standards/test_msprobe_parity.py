@@ -6,8 +6,6 @@ api_precision_compare for two machines. Where the two differ, the test says by h
 docs/opcheck.md.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from dataclasses import asdict

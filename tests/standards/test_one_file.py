@@ -1,7 +1,5 @@
 """A standard is one file: written here, and used by compare, opcheck and opdiff without a line elsewhere."""
 
-from __future__ import annotations
-
 import csv
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The rules for one machine, at their limits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -14,7 +12,6 @@ from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, fi
 from vllm_accprobe.standards import msprobe as apis
 from vllm_accprobe.standards.finding import Judged, RuleFinding, of, worst
 from vllm_accprobe.standards.measures import DECADES
-from vllm_accprobe.standards.msprobe import CURRENT, V1, ratio
 from vllm_accprobe.standards.two_machines import both
 
 BASE = measure(np.linspace(1, 2, 1000), np.linspace(1, 2, 1000), "float64")
@@ -175,22 +172,6 @@ def benchmark(mine, golden=None, standard="msprobe", op="exp", dtype="float32"):
 
 
 @pytest.mark.parametrize(
-    ("measure", "limits"),
-    [("normal_max_rel_err", (10, 5, 2)), ("normal_mean_rel_err", (2, 1.5, 1.2)), ("normal_rmse", (2, 1.5, 1.2)),
-     ("small_value_err_ratio", (2, 2, 2))],
-)  # fmt: skip
-def test_the_benchmark_ratio_by_level(measure, limits):
-    for op, limit in zip(("exp", "embedding", "layer_norm"), limits, strict=True):
-        at, beyond = (
-            benchmark({measure: 0.1 * limit * 0.9999}, op=op),
-            benchmark({measure: 0.1 * limit * 1.0001}, op=op),
-        )
-        assert (at.status, at.algorithm, at.message) == ("pass", "benchmark ratio", "")
-        assert beyond.status == "error"
-        assert f"limit {limit:g}" in beyond.message
-
-
-@pytest.mark.parametrize(
     "measure", ["normal_max_rel_err", "normal_mean_rel_err", "normal_rmse", "small_value_err_ratio"]
 )
 @pytest.mark.parametrize("op", ["exp", "layer_norm"])
@@ -204,15 +185,6 @@ def test_the_error_balance_is_shown_and_has_no_say():
     found = benchmark({"error_balance": 1.0})
     assert found.status == "pass"
     assert {j.name: j.status for j in found.judged}["error_balance_ratio"] == "error"
-
-
-def test_ratios_to_nothing():
-    assert ratio(0.0, 2.0**-13, CURRENT, "float32") == 2.0  # the smallest divisor is 2**-14
-    assert ratio(0.0, 2.0**-7, CURRENT, "bfloat16") == 2.0
-    assert ratio(0.0, 2.0**-10, CURRENT, "float16") == 2.0
-    assert (ratio(0.0, 0.0, V1, "float32"), ratio(0.0, 1e-9, V1, "float32")) == (1.0, math.inf)
-    assert benchmark({"normal_rmse": 1e-9}, {"normal_rmse": 0.0}, "msprobe-1.0").status == "error"
-    assert benchmark({"normal_rmse": 1e-9}, {"normal_rmse": 0.0}).status == "pass"
 
 
 def test_measures_that_are_no_numbers_are_no_agreement():
@@ -271,32 +243,6 @@ def test_ulp_says_the_numbers():
     found = judge_two("msprobe", {"ulp_share": 0.25}, {"ulp_share": 0.5, "ulp_mean": 100.0}, "mm", "float32")
     assert found.message == (
         "50 % of the values are off by more than 32 ULP (limit 5 %, golden's 25 %), 100 ULP on average (limit 64)"
-    )
-
-
-ABSOLUTE = {"inf_nan_err_ratio": 0.0, "rel_err_ratio": 0.0, "abs_err_ratio": 0.0}
-
-
-@pytest.mark.parametrize("wrong", ["inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio"])
-@pytest.mark.parametrize(("standard", "prefix"), [("msprobe", ""), ("msprobe-1.0", "v1_")])
-def test_the_absolute_threshold_allows_nothing(standard, prefix, wrong):
-    good = {prefix + k: v for k, v in ABSOLUTE.items()}
-    assert judge_two(standard, good, good, "aten.mul_.Tensor", "bfloat16").status == "pass"
-    found = judge_two(standard, good, {**good, prefix + wrong: 1e-6}, "aten.mul_.Tensor", "bfloat16")
-    assert (found.status, found.algorithm) == ("error", "absolute threshold")
-    assert "is 1e-06 (golden's 0) and must be 0" in found.message
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [("float16", 2**-20), ("bfloat16", 2**-7), ("float32", 2**-14)])
-def test_the_accumulative_error(dtype, limit):
-    good = {"acc_" + k: v for k, v in ABSOLUTE.items()} | {"error_balance": limit}
-
-    def status(**changes):
-        return judge_two("msprobe", good, {**good, **changes}, "x", dtype, algorithm=apis.ACCUMULATIVE).status
-
-    assert status() == "pass"
-    assert (
-        status(error_balance=limit * 1.01) == status(acc_rel_err_ratio=0.1) == status(acc_abs_err_ratio=0.1) == "error"
     )
 
 

@@ -1,7 +1,5 @@
 """Writes forward and backward records as msprobe does: one step, one rank, dump.json and a file for each tensor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks of caches by definition: their bytes, and the sum of their words."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

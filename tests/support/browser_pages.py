@@ -1,7 +1,5 @@
 """A Chromium for tests of pages, and pages in it that must stay silent and offline."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The captures that the end-to-end tests share: each is made once per session, when it is first asked for."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Everything is counted again here from the csv's own cells, in other words than the code's: a pair is a row; it is
 identical where its largest error is 0 (or all of it is not finite, on both sides alike), whatever its status."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ to type is found by its form alone, so that a new sentence is a new test: code b
 Not here: what is done with them (e2e/test_documents.py).
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

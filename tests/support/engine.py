@@ -7,8 +7,6 @@ What must be set before vLLM is imported (the V2 runner, CPU binding for TP) bel
 Not here: what an engine does with the requests (engine_worker.py); HTTP servers (server.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

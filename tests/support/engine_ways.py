@@ -5,8 +5,6 @@ of vLLM's. The idea: each function changes that line, in the process of the engi
 engines (engine_worker.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -6,8 +6,6 @@ that the moment at which each one joins the batch is chosen here. Not here: what
 way that it refuses on a CPU (engine_ways.py).
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

@@ -6,8 +6,6 @@ protected. `nohup` does the same with SIGHUP. So a test that is about a signal s
 command in the foreground.
 """
 
-from __future__ import annotations
-
 import signal
 
 

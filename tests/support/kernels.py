@@ -8,8 +8,6 @@ imported. ``ACCPROBE_TEST_KERNELS=avx2 bash scripts/test.sh`` forces every proce
 Not here: engines (engine.py). AMX can only be kept away, not forced.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """All rows that opcheck has of a dump's calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from vllm_accprobe.opcheck.calls.records import Calls

@@ -1,7 +1,5 @@
 """The text of patch files as a user writes them (docs/capture.md), for tests of what is captured through them."""
 
-from __future__ import annotations
-
 import json
 
 

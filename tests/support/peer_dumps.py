@@ -1,7 +1,5 @@
 """Small dumps of other tools with a planted fault, packed beside the tests, and what their metrics must be."""
 
-from __future__ import annotations
-
 import json
 import math
 import tarfile

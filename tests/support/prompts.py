@@ -1,7 +1,5 @@
 """Prompts as token ids, so that tests know every row without asking a tokenizer."""
 
-from __future__ import annotations
-
 import random
 
 FIRST_PLAIN_ID = 8

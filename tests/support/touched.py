@@ -6,8 +6,6 @@ type of ours (a parameter of type Any and whatever comes from it), stands in a t
 is an attribute that neither this package nor Python, torch or numpy define.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

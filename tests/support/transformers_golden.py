@@ -5,8 +5,6 @@ one request at a time; a picture goes through the checkpoint's own image process
 prompt becomes as many as the picture has merged patches, as vLLM makes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

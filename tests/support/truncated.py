@@ -1,7 +1,5 @@
 """Rounding toward zero, as vLLM's kernels for AVX2 do it: the upper bits of a float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

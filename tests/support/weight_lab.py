@@ -6,8 +6,6 @@ is a context in which one of vLLM's own functions does a little less or a little
 adapters are small and made from a seed. Not here: which faults are told (scripts/weight_cases.py, tests/e2e).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

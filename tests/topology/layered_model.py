@@ -1,7 +1,5 @@
 """A model with what falls between modules: a joined projection that is split, a gate's product, residual sums."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

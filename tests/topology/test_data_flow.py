@@ -1,7 +1,5 @@
 """From a real capture to the edges of the model: each one is what the source says, at every level of detail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

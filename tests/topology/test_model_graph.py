@@ -1,7 +1,5 @@
 """Graphs that viewers get are sound: names twice, rings, disorder; and ATB's json."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -1,7 +1,5 @@
 """The tree on the terminal, literally: layers that are alike share a line, and a level ends it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

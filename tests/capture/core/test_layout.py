@@ -1,7 +1,5 @@
 """Layouts from layer attributes, as vLLM's parallel layers carry them at TP=2 and, for KV heads, TP=4."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from types import SimpleNamespace as Plain
 from typing import Any

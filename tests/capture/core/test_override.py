@@ -1,7 +1,5 @@
 """What lay in an object before comes back, and nothing is left where nothing lay."""
 
-from __future__ import annotations
-
 from vllm_accprobe.capture.core.attribute_override import override
 
 

@@ -1,7 +1,5 @@
 """One rank's dump while it is written: where it lies, what its first lines say, and how it ends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row arithmetic: chunks, decodes, drafts, selections and pictures, computed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sized
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sink: row maps that the device corrects, rows along any dimension, and what may not be stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,9 +84,7 @@ def test_positions_and_ids_come_from_the_device_at_that_moment(sink: Sink, tmp_p
         ([0, 1, 7, 9, 8], {0: 4, 1: 4}),  # not one after the other: another order of the rows
     ],
 )
-def test_positions_that_cannot_be_are_not_believed(
-    sink: Sink, tmp_path: Path, said: list[int], floors: dict[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_that_cannot_be_are_not_believed(sink, tmp_path, said, floors, monkeypatch):
     """The first request's two prompt tokens, and three rows of the second at 9 to 11."""
     lines: list[str] = []
     monkeypatch.setattr(rowmaps, "say", lines.append)

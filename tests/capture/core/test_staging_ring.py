@@ -1,7 +1,5 @@
 """The ring: places come back in order, who asks before never waits, and nothing is written over that is still read."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 

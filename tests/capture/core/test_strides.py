@@ -1,7 +1,5 @@
 """Strides and offsets of what is not contiguous stand in the journal, whichever way the tensor took."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

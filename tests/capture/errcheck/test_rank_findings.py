@@ -1,7 +1,5 @@
 """What a rank has found so far: which alarm counts, and what its report says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

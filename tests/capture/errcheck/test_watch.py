@@ -1,7 +1,5 @@
 """The watch on a small torch model: what alarms, what does not, what is known of the call, on both ways of reading."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

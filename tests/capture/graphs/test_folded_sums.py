@@ -1,7 +1,5 @@
 """Products that an addition reads directly are found, in one forward, and get no tap of the default set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

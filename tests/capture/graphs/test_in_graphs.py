@@ -1,8 +1,6 @@
 """A compiled region between a runner and its root, captured as in a worker: what comes into the dump, and what when
 something is wrong. The engine is by hand and compiled with dynamo alone; vLLM's own is in e2e/test_graph_taps.py."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -301,15 +299,6 @@ def test_rows_of_padding_are_kept_apart(start: Start) -> None:
     assert not served(start, "few", Runner(compiles=True, pad=8), tokens="0-1")[0].padding
 
 
-def test_rows_of_padding_that_do_not_fit_are_counted(start: Start) -> None:
-    small, _ = served(start, "small", Runner(compiles=True, wide=WIDE, pad=32), graph_mb=1)
-    rows = small.run["engine"]["graphs"]["rows"]
-    tap = "model.layers.0.up"
-    assert {r.step: r.shape[0] for r in small.padding if r.tap == tap} == {1: rows - 2, 2: rows - 1}
-    left = 3 + (30 - (rows - 2)) + (31 - (rows - 1))
-    assert [s.count for s in small.skips if (s.tap, s.reason) == (tap, readout.MORE_PADDING)] == [left]
-
-
 def lines(dump: Dump) -> dict[tuple[int, str], tuple[Any, ...]]:
     return {
         (r.step, r.tap): (r.seq >= 0, r.cls, r.dtype, r.shape, r.rows, r.row_dim, r.stats, r.hash, r.payload is None)
@@ -333,16 +322,6 @@ def test_statistics_are_those_of_an_eager_engine_s_statistics(start: Start, some
     result = compare(eager.path, stats.path)
     assert result.verdict == "pass"
     assert {p.tap for p in result.pairs if p.status == "pass"} >= taps
-
-
-def test_choosing_among_taps_that_measure_makes_no_other_graph(start: Start) -> None:
-    everything, _ = served(start, "stats", Runner(compiles=True), task="stats")
-    key = os.environ[TAP_SET]
-    some, _ = served(start, "some", Runner(compiles=True), task="stats", modules="*.up", steps="1")
-    assert os.environ[TAP_SET] == key != ""
-    assert lines(some) == {(1, f"model.layers.{i}.up"): lines(everything)[1, f"model.layers.{i}.up"] for i in (0, 1)}
-    served(start, "tensors", Runner(compiles=True))
-    assert os.environ[TAP_SET] != key
 
 
 def test_what_does_not_fit_is_measured_and_only_then_left_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,14 +407,6 @@ def test_dummy_batches_and_the_next_steps_leave_nothing_in_a_step(start: Start) 
                                         if hasattr(m, "accprobe_select_0")))  # fmt: skip
 
 
-def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a cached graph without taps had been used."""
-    monkeypatch.setattr(placement, "_tap_outputs", lambda module, args, output: None)
-    dump, _ = served(start, "mine", Runner(compiles=True))
-    assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {readout.NOT_RUN}
-    assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}
-
-
 def test_a_step_that_is_not_compiled_is_taken_once(start: Start) -> None:
     """vLLM runs some batches of a compiled model as Python (skip_compiled)."""
     runner = Runner(compiles=True)
@@ -455,9 +426,7 @@ def test_a_step_that_is_not_compiled_is_taken_once(start: Start) -> None:
 
 
 @pytest.mark.parametrize("where", ["aim", "take"])
-def test_a_failure_ends_the_capture_and_not_the_serving(
-    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_failure_ends_the_capture_and_not_the_serving(start, monkeypatch, where):
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 
@@ -470,9 +439,7 @@ def test_a_failure_ends_the_capture_and_not_the_serving(
     ]
 
 
-def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(
-    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(start, monkeypatch, capsys):
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 
@@ -481,17 +448,6 @@ def test_where_taps_cannot_be_placed_the_engine_stays_as_it_is(
     assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}
     assert [e["message"] for e in dump.errors] == ["ZeroDivisionError: planted in the probe"]
     assert os.environ[TAP_SET] == ""
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [({"graph_mb": 0}, "VLLM_ACCPROBE_GRAPH_MB=0"), ({"parts": "params"}, "names neither inputs nor outputs")],
-)
-def test_taps_that_nobody_wants(start: Start, settings: dict[str, Any], why: str) -> None:
-    runner = Runner(compiles=True)
-    dump, _ = served(start, "mine", runner, **settings)
-    assert any(s.reason.endswith(why) for s in dump.skips)
-    assert not any(hasattr(module, "accprobe_tap_0") for module in runner.model.modules())
 
 
 def test_a_forward_that_is_replayed_as_a_whole(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,3 +522,20 @@ def test_a_forward_that_fails_in_the_graph(start: Start) -> None:
     plain = outputs(served(start, "plain", Runner(compiles=True))[0])
     assert all(plain[key] == hash for key, hash in outputs(dump).items())
     assert all(dump.read(r).size for r in dump.records if r.payload is not None)
+
+
+def test_rows_of_padding_that_do_not_fit_are_counted(start: Start) -> None:
+    small, _ = served(start, "small", Runner(compiles=True, wide=WIDE, pad=32), graph_mb=1)
+    rows = small.run["engine"]["graphs"]["rows"]
+    tap = "model.layers.0.up"
+    assert {r.step: r.shape[0] for r in small.padding if r.tap == tap} == {1: rows - 2, 2: rows - 1}
+    left = 3 + (30 - (rows - 2)) + (31 - (rows - 1))
+    assert [s.count for s in small.skips if (s.tap, s.reason) == (tap, readout.MORE_PADDING)] == [left]
+
+
+def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a cached graph without taps had been used."""
+    monkeypatch.setattr(placement, "_tap_outputs", lambda module, args, output: None)
+    dump, _ = served(start, "mine", Runner(compiles=True))
+    assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {readout.NOT_RUN}
+    assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}

@@ -1,7 +1,5 @@
 """Which taps are placed: what a forward shows, the two sets, the budget, the key."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_accprobe.capture.graphs.graph_ops import choose

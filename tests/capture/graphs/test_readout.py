@@ -4,8 +4,6 @@ Real threads and a real dump; the disk stands still until a gate opens. ``direct
 device's, with plain copies for want of a device.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
@@ -173,9 +171,7 @@ def test_numbers_need_no_room_on_the_disk(model: Any, gate: threading.Event, tmp
 
 
 @WAYS
-def test_of_a_step_that_is_larger_than_all_room_what_fits(
-    model: Any, gate: threading.Event, tmp_path: Path, staged: bool
-) -> None:
+def test_of_a_step_that_is_larger_than_all_room_what_fits(model, gate, tmp_path, staged):
     threading.Timer(0.7, gate.set).start()  # a single tensor that is larger than everything is waited for
     dump, want = computed(model, tmp_path, "drop", staged, 1 << 27, rows=1600, steps=6)
     found, dropped = kept(dump, want), {s.tap: s.count for s in dump.skips}

@@ -1,15 +1,12 @@
 """Statistics inside a graph: the host's numbers are those of a dump of statistics, bit for bit, and a device's are
 near them; a line is only taken for the choice that it was made for. No device here: its code runs on CPU tensors."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
@@ -147,53 +144,3 @@ def test_each_call_of_a_forward_has_a_line(operator: Any) -> None:
         assert [(line.rows, line.sums[1]) for line in found if line] == [
             (serial, 10 * serial + 1), (serial, 10 * serial + 2),
         ]  # fmt: skip
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(8, 8)
-        self.register_buffer("held", stats_buffer(CPU), persistent=False)
-        self.register_buffer("select", None, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.inner(x)
-        tap_stats(out, self.held, self.select)
-        return torch.relu(out)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_for_all_choices_and_nothing_of_ours_but_tensors_in_it(backend: str) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    select = stats_selection(64, CPU)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Layer() for _ in range(3)))
-    for layer in model:
-        layer.select = select[:]
-    seen: list[Any] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        seen.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    with torch.no_grad():
-        compiled = torch.compile(model, backend=keep, fullgraph=True, dynamic=True)
-        choices: list[tuple[int, list[tuple[int, int]]]] = [(5, [(0, 2), (4, 5)]), (3, []), (64, [(63, 64)])]
-        for serial, (rows, ranges) in enumerate(choices, 1):
-            x = torch.randn(rows, 8)
-            choose_stats(select, serial, ranges)
-            got = compiled(x)
-            for layer in model:
-                out = layer.inner(x)
-                line = read_line(layer.held, serial, torch.float32, (8,))
-                assert line == (measured(tap_stats, out, ranges) if ranges else None)
-                x = torch.relu(out)
-            assert torch.equal(got, x)
-    assert counters["stats"]["unique_graphs"] == 1
-    (graph,) = seen
-    taps = [node for node in graph.graph.nodes if node.target is tap_stats]
-    assert len(taps) == 3
-    for node in taps:
-        assert not node.kwargs
-        assert all(isinstance(arg, torch.fx.Node) for arg in node.args)

@@ -1,7 +1,5 @@
 """begin_dump and end_dump around any code: a step each, one dump for all of them, torch_xray's spellings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import vllm_accprobe
 from vllm_accprobe import begin_dump, end_dump
 from vllm_accprobe.capture.ops import begin_end
 from vllm_accprobe.config import ConfigError
@@ -95,22 +92,6 @@ def test_torch_xrays_spellings(tmp_path: Path) -> None:
     assert len({(r.tap, r.call) for r in both.records if "mul" in r.tap}) == 1
 
 
-def test_torch_xrays_spellings_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"X_DEBUG": "0x102", "X_DEDUP": "True", "X_DUMP_NUM": "1"}.items():
-        monkeypatch.setenv(name, value)
-    begin_dump(tmp_path / "both")
-    begin_dump(tmp_path / "ours", mode="trace")
-    begin_dump(tmp_path / "argument", X_DEDUP=False, X_DUMP_NUM=0)
-    for k in range(4):
-        torch.ones(2 + k // 2).mul(3)
-    for _ in range(3):
-        end_dump(close=True)
-    calls = {n: [c for c in open_dump(tmp_path / n).ops if "mul" in c.op] for n in ("both", "ours", "argument")}
-    assert {n: len(found) for n, found in calls.items()} == {"both": 2, "ours": 4, "argument": 4}
-    assert len({(r.tap, r.call) for r in open_dump(tmp_path / "both").records if "mul" in r.tap}) == 1
-    assert open_dump(tmp_path / "argument").records == []
-
-
 def test_clear_context_begins_anew(tmp_path: Path) -> None:
     for _ in range(2):
         begin_dump(tmp_path / "d", mode="dedup")
@@ -169,32 +150,8 @@ def test_the_process_end_closes_the_dump(tmp_path: Path) -> None:
     assert [c.op for c in dump.ops] == ["aten.ones.default", "aten.mul.Tensor"]
 
 
-def test_it_is_public() -> None:
-    assert {"begin_dump", "end_dump"} <= set(vllm_accprobe.__all__)
-
-
-def test_as_arguments() -> None:
-    assert begin_end.torch_xray_settings({}) == {}
-    assert begin_end.torch_xray_settings({"X_DEBUG": " ", "X_DEDUP": "0"}) == {"X_DEDUP": False}
-    said = {"X_DEBUG": "0x102", "X_DEDUP": "true", "X_DUMP_NUM": "5", "X_OTHER": "9"}
-    assert begin_end.torch_xray_settings(said) == {"X_DEBUG": 0x102, "X_DEDUP": True, "X_DUMP_NUM": 5}
-
-
 @pytest.mark.parametrize(("name", "value"), [("X_DEBUG", "yes"), ("X_DEDUP", "perhaps"), ("X_DUMP_NUM", "5.5")])
 def test_what_is_no_value_is_one_line(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value} is n"):
         begin_end.torch_xray_settings({name: value})
     assert begin_end.advice({name: value}).endswith("it is torch_xray's, and has no effect here")
-
-
-@pytest.mark.parametrize(
-    ("said", "ours"),
-    [
-        ({"X_DEBUG": "0x102"}, "MODE=trace says"),
-        ({"X_DEBUG": "0x102", "X_DUMP_NUM": "5"}, "MODE=sample VLLM_ACCPROBE_OPS_CALLS=5 says"),
-        ({"X_DEDUP": "True"}, "MODE=dedup VLLM_ACCPROBE_OPS_CALLS=0 says"),
-    ],
-)
-def test_the_new_name(said: dict[str, str], ours: str) -> None:
-    assert ours in begin_end.advice(said)
-    assert begin_end.advice({}) == ""

@@ -1,7 +1,5 @@
 """Tensors of a device take a detour over another thread: what is written is the same, word for word."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

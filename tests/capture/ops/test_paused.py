@@ -1,7 +1,5 @@
 """What errcheck, labels and patches compute beside a model is none of its operators."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

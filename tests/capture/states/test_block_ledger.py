@@ -1,7 +1,5 @@
 """A ledger over caches in host memory, told of steps as an engine tells it: numbers come at once, or late."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

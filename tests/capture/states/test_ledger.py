@@ -1,12 +1,10 @@
 """What follows from bytes that are not those that were written."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from vllm_accprobe.capture.states.ledger import GroupLedger, picked
-from vllm_accprobe.dump.journal import CHANGED, LATE, OTHER, STALE
+from vllm_accprobe.dump.journal import CHANGED, OTHER, STALE
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -21,10 +19,6 @@ def filled() -> GroupLedger:
         ledger.written_by(np.array([3]), 0, i, 0, 4)
         ledger.written_by(np.array([5]), 1, i, 0, 4)
     return ledger
-
-
-def test_what_was_written_is_read() -> None:
-    assert filled().read(0, np.array([3, 5]), numbers(31, 51)) == []
 
 
 def test_what_nobody_wrote_is_believed_once() -> None:
@@ -43,39 +37,6 @@ def test_cases_are_told_apart(number: int, kind: str) -> None:
     assert (found.kind, found.block) == (kind, 3)
     assert found.other == (5 if kind == OTHER else -1)
     assert ledger.read(0, np.array([3]), numbers(number)) == []  # said once
-
-
-def test_a_copy_must_have_the_bytes_of_its_source() -> None:
-    ledger = filled()
-    ledger.copied(3, 5, 2)
-    assert ledger.read(0, np.array([5]), numbers(31)) == []
-    found = ledger.explain(0, 5, 51)
-    assert found.kind == LATE
-    assert found.how == "the bytes are those from before: copy from block 3"
-    assert ledger.writer[5] == 0
-
-
-def test_what_is_brought_and_changes_afterwards_came_late() -> None:
-    ledger = filled()
-    ledger.loaded(np.array([3]), 4)
-    assert ledger.read(0, np.array([3]), numbers(77)) == []  # nobody knows what must come
-    assert ledger.read(0, np.array([3]), numbers(78)) == [0]
-    assert ledger.explain(0, 3, 78).kind == LATE
-
-
-def test_a_write_that_changes_nothing_is_stale() -> None:
-    ledger = filled()
-    (found,) = ledger.wrote(0, np.array([3, 5]), numbers(31, 52))
-    assert (found.kind, found.block) == (STALE, 3)
-
-
-def test_blocks_that_are_given_out_owe_nothing() -> None:
-    ledger = filled()
-    ledger.happened([3], 2, "prefix hit of request 'a'")
-    ledger.assigned(np.array([3]), 4)
-    assert ledger.read(0, np.array([3]), numbers(999)) == []
-    assert ledger.events[3] == [(4, "reuse")]
-    assert ledger.writer[3] == 0  # still who wrote last
 
 
 def test_events_are_kept_in_order_and_end_with_a_write() -> None:

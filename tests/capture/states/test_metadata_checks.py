@@ -1,7 +1,5 @@
 """Metadata held against the schedule: each number that can be stale."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes of blocks in caches of several layouts, and the two kinds of numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

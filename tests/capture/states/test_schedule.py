@@ -1,7 +1,5 @@
 """The schedule's own ledger: what is read, written, lost, and strange."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Numbers that come at once, and numbers that come steps later: the same, in the same order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Formulas that a block's own code tells: each way in which decoder layers add, scale, branch and hand on."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

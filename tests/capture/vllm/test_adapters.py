@@ -1,7 +1,5 @@
 """Adapters' weights and draft models in a dump, with vLLM's names for them and without vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 What real runners do is shown by the engines of tests/e2e; here are the cases that no engine makes on purpose.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Plain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine is made eager in every word that its release has, and run.json says what it is, not what was asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import sys

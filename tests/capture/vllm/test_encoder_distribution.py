@@ -1,7 +1,5 @@
 """Images that are dealt out to ranks: whole ones by size, tiles in equal stretches. Real engines: tests/e2e."""
 
-from __future__ import annotations
-
 import sys
 from types import FunctionType, ModuleType
 from types import SimpleNamespace as Plain

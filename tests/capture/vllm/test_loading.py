@@ -1,7 +1,5 @@
 """Each model's layers are seen before they are packed, whatever kernel does it here: the target's and its draft's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

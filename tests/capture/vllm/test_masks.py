@@ -1,7 +1,5 @@
 """What changes logits before sampling, read from runners of both generations. Real ones: tests/e2e."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Plain
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Modes with other rows: a runner that is in one is refused or skipped with its line, another is let through."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace as Plain
 from typing import Any
@@ -9,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.capture.core.rows import Requests, Scheduled
 from vllm_accprobe.capture.vllm import relied_on
-from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.capture.vllm.modes import (
     AGAIN,
     TOKENS_ONLY,
@@ -21,7 +17,6 @@ from vllm_accprobe.capture.vllm.modes import (
     record_draft_layer,
 )
 from vllm_accprobe.capture.vllm.vllm_compat import refusal
-from vllm_accprobe.config import ProbeConfig
 
 CONTEXT, PIECES, EXPERTS, XLITE, FLASH = relied_on.MODES[:5]
 
@@ -60,33 +55,6 @@ def test_flashcomm_is_asked_of_the_vendor(monkeypatch: pytest.MonkeyPatch, first
     utils = Plain(enable_sp=lambda config: first, flashcomm2_enable=lambda: second)
     monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
     assert refusal(NPUModelRunner()) == (FLASH.says if first or second else "")
-
-
-def test_steps_whose_drafts_the_device_chooses_have_no_rows() -> None:
-    runner = Plain(adaptive_verification=object())
-    assert relied_on.unplaced(runner, Plain(scheduled_spec_decode_tokens={"a": [1]})) == relied_on.VERIFIED.says
-    assert relied_on.unplaced(runner, Plain(scheduled_spec_decode_tokens={})) == ""
-    assert relied_on.unplaced(Plain(), Plain(scheduled_spec_decode_tokens={"a": [1]})) == ""
-
-
-@pytest.mark.parametrize(
-    ("runner", "says"),
-    [
-        (Plain(batch_sharder=object()), relied_on.SHARDED.says),
-        (Plain(model_state=Plain(num_new_sampled_tokens_per_step=4)), relied_on.SEVERAL.says),
-        (Plain(batch_sharder=None, model_state=Plain(num_new_sampled_tokens_per_step=1)), ""),
-    ],
-)
-def test_logits_in_another_order_have_no_rows(runner: Any, says: str) -> None:
-    """0.33: each rank gathers hidden states in the order of their owners before it computes logits."""
-    assert relied_on.unsampled(runner) == says
-    config = ProbeConfig()
-    requests = Requests(config)
-    requests.add("a", [1, 2], 2, ())
-    rows = ChosenRows(EngineBatch(runner), config, requests)
-    space = rows.logits([Scheduled("a", 0, 2, 0, 2)], 1)
-    assert space.src == 1
-    assert space.n == (0 if says else 1)
 
 
 def test_sequence_parallelism_in_graphs_has_no_taps() -> None:

@@ -1,7 +1,5 @@
 """The declaration is what capture's source touches: nothing is touched that is not declared, nothing declared idly."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

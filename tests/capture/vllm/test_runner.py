@@ -2,12 +2,9 @@
 
 The runners are ../test_runner_steps.py's; what a capture makes of the calls is tested there."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace as Plain
 from typing import Any
 
@@ -181,9 +178,7 @@ class Poisoned(Runner):
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_a_capture_and_errcheck_listen_to_one_runner(
-    tmp_path: Path, exits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_and_errcheck_listen_to_one_runner(tmp_path, exits, monkeypatch):
     register = tmp_path / "register"
     register.touch()
     monkeypatch.setenv("ACCPROBE_RUN_REGISTER", str(register))

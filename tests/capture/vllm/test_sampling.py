@@ -3,8 +3,6 @@
 The runners are fakes in a release's shape, around ../test_runner_steps.py's. Real ones: tests/e2e.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path
@@ -137,9 +135,7 @@ def test_a_runner_without_sample_gives_the_samplers_tokens_and_skips_drafts(tmp_
     [({"batch_sharder": object()}, relied_on.SHARDED),
      ({"model_state": Plain(num_new_sampled_tokens_per_step=4)}, relied_on.SEVERAL)],
 )  # fmt: skip
-def test_logits_of_another_order_are_skipped_and_layers_are_not(
-    tmp_path: Path, said: list[str], told: dict[str, Any], mode: relied_on.Mode
-) -> None:
+def test_logits_of_another_order_are_skipped_and_layers_are_not(tmp_path, said, told, mode):
     dump = open_dump(served(tmp_path, Newer(**told), new(a=5), PLAIN).root)
     assert dump.errors == []
     assert sampled(dump) == []
@@ -148,9 +144,7 @@ def test_logits_of_another_order_are_skipped_and_layers_are_not(
     assert {r.step for r in dump.records if r.tap == "embed" and r.role == "output.0"} == {0, 1}
 
 
-def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_said_once(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_said_once(tmp_path, said):
     steps = (new(a=5), DRAFTS, DRAFTS, PLAIN)
     dump = open_dump(served(tmp_path, Newer(adaptive_verification=object()), *steps).root)
     assert dump.errors == []
@@ -164,9 +158,7 @@ def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_sai
 @pytest.mark.parametrize(
     "mode", [EXPERTS, XLITE, FLASH, CONTEXT, PIECES]
 )
-def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, mode: relied_on.Mode
-) -> None:
+def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(tmp_path, said, monkeypatch, mode):
     if mode is FLASH:
         monkeypatch.setitem(sys.modules, "vllm_ascend.utils", Plain(enable_sp=lambda config: True))
         monkeypatch.setattr(Newer, "__module__", "vllm_ascend.worker.model_runner_v1")

@@ -1,7 +1,5 @@
 """What is copied of a request's sampling parameters."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Plain
 
 import pytest
@@ -10,10 +8,9 @@ from vllm_accprobe.capture.vllm.sampling import KEY, LISTED, NamedTokens, named_
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.gate.sending import client
 
-params = pytest.importorskip("vllm.sampling_params")
-
 
 def asked(prompt=(3, 4, 3), **values):
+    params = pytest.importorskip("vllm.sampling_params")  # not while tests are collected: it takes seconds
     found = sampling_of(Plain(sampling_params=params.SamplingParams(**values)), prompt)
     assert found is not None
     return found

@@ -1,7 +1,5 @@
 """What is looked at in the weights' life, and how often."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

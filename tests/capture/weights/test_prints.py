@@ -1,7 +1,5 @@
 """Fingerprints of tensors: the compiled loops agree with the definition, an order is told from a value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """From mine's steps and rows of padding to the sentence about its graphs, through dumps with a planted fault."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What would decide: the commands, whole, for each thing that may be missing; and none where nothing is."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every foreign format's module relies on: records with their own names, lazily read and checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import Stats
@@ -139,22 +136,6 @@ def test_a_file_that_went_away_is_said_and_the_others_are_there() -> None:
     assert found[0].stats is not None
 
 
-def test_summary_of_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The dump is not written into; the table goes where torch_xray's command has it, and a csv beside it."""
-    (tmp_path / "plain").mkdir()
-    np.save(tmp_path / "plain" / "x.npy", np.array([[1.5, -2.0], [0.5, 4.0]], "f4"))
-    monkeypatch.chdir(tmp_path)
-    assert main(["inspect", "plain"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "x.npy" in line or " x " in line)
-    assert "-2" in row.split()
-    assert "1" in row.split()  # the mean
-    for _ in range(2):  # and over its own files
-        assert main(["inspect", "plain", "sum.txt", "sum.csv"]) == 0
-    assert row.split() == (tmp_path / "sum.txt").read_text().splitlines()[1].split()
-    assert ",-2.0,4.0,1.0," in (tmp_path / "sum.csv").read_text()
-    assert [p.name for p in (tmp_path / "plain").iterdir()] == ["x.npy"]
-
-
 # --- bfloat16 numbers in float32 files are seen in a dump as a whole; embeddings of a float32 model are none ---
 
 
@@ -208,8 +189,3 @@ def test_integers_and_constants_tell_nothing(tmp_path: Path) -> None:
     ids = {f"0/layers.{k}/output.0": np.arange(200, dtype=np.float32).reshape(10, 20) for k in range(5)}
     np.savez(tmp_path / "i.npz", **ids)
     assert foreign.note_values(open_dump(tmp_path / "i.npz")) == ""
-
-
-def test_the_summary_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(file(tmp_path / "g.npz", torch.bfloat16))]) == 0
-    assert "note: its float32 values are bfloat16 numbers: judged by what bfloat16 can hold" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Other tools' tables of results that people bring in place of a dump: recognised, read, answered in their words."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -345,9 +343,7 @@ def test_hostile_files_are_one_line(name: str, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("what", ["entities", "far cell", "index", "long row", "large cell", "torn", "bomb"])
-def test_hostile_books_are_one_line(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_books_are_one_line(what, tmp_path, capsys, monkeypatch):
     from vllm_accprobe.formats.common import result_tables
 
     path, rows = tmp_path / "book.xlsx", [HEAD.split(","), LINE.split(",")]
@@ -380,9 +376,7 @@ def test_words_of_a_file_are_printed_as_one_line(tmp_path: Path, capsys: pytest.
     assert "\x1b" not in out
 
 
-def test_answers_of_an_evaluation_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_an_evaluation_are_named(tmp_path, capsys, monkeypatch):
     for side in "ab":
         (tmp_path / side / "predictions/m").mkdir(parents=True)
         items = {str(i): {"origin_prompt": f"q {i}", "prediction": "p"} for i in range(3)}

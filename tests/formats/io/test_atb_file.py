@@ -1,7 +1,5 @@
 """Headers of ATB's tensor files, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_accprobe.formats.io import atb_file

@@ -1,7 +1,5 @@
 """One file of Ascend's graph engine: payloads, tiled layouts, what is refused."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Opening a stranger's file: only plain ones, named in each refusal, never more than is there."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of torch.save: every dtype, both containers, and what lies, is torn or wants to run something."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from pathlib import Path

@@ -2,11 +2,8 @@
 
 FAKE_FAULT: a JSON list of sets, each a list of words or NAME=VALUE; where all of one set are there, log-probabilities
 are off by half a nat. FAKE_DEAD: the same for a server that ends before it serves; FAKE_LOST: for one that ends in the
-middle; FAKE_COIN: a file: every second start of a faulty server is not faulty; FAKE_STARTS: a file that gets a line for
-each start.
+middle; FAKE_STARTS: a file that gets a line for each start.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -60,10 +57,6 @@ def answers(words: list[str]) -> Answer:
     if holds("FAKE_DEAD", words):
         raise Ended(3)
     bad, lost = holds("FAKE_FAULT", words), holds("FAKE_LOST", words)
-    if bad and (coin := os.environ.get("FAKE_COIN")):
-        n = int(Path(coin).read_text() or 0) if Path(coin).exists() else 0
-        Path(coin).write_text(str(n + 1))
-        bad = n % 2 == 0
     asked = [0]
 
     def said(path: str, body: dict[str, Any]) -> tuple[int, bytes]:

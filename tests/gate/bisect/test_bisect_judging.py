@@ -1,7 +1,5 @@
 """A trial fails where it shows the command's difference; honest batching does not, nor a much smaller one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

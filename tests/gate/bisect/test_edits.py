@@ -1,7 +1,5 @@
 """Commands are changed as a person would: the one setting in whatever spelling, and nothing else."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

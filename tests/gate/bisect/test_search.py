@@ -1,7 +1,5 @@
 """The search against engines that are formulas: interactions, parts, what does not start, what changes by itself."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -223,30 +221,6 @@ def test_every_predicate_there_is(n: int) -> None:
         found = ddmin(items, test)
         assert minimal(found, table.__getitem__), (values, found)
         assert len(test.known) <= most(n)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_random_ones_of_ten(seed: int) -> None:
-    """Monotone (any of a few sets), then with holes that pass and holes that do not start."""
-    draw = random.Random(seed)
-    items = names(10)
-    sets = [frozenset(draw.sample(items, draw.randint(1, 3))) for _ in range(draw.randint(1, 3))]
-
-    def fails(some: frozenset[str]) -> str:
-        return FAIL if any(s <= some for s in sets) else PASS
-
-    def holed(some: frozenset[str]) -> str:
-        if 0 < len(some) < 10:
-            lot = random.Random(f"{seed} {sorted(some)}").random()
-            if lot < 0.3:
-                return UNRESOLVED if lot < 0.2 else PASS
-        return fails(some)
-
-    found = ddmin(items, Counted(fails))
-    assert frozenset(found) in sets
-    test = Counted(holed)
-    assert minimal(ddmin(items, test), holed)
-    assert len(test.known) <= most(10)
 
 
 def test_the_order_is_kept_and_pieces_are_equal() -> None:

@@ -1,7 +1,5 @@
 """Axes, thresholds and sentences; which condition is found in whole folders is in test_gating.py."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Two folders against how far golden is from itself, and against servers that are known to be right."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,9 +78,7 @@ def test_a_golden_that_is_finer_than_mine_and_the_floor(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("right", [0.02, 0.0025])
-def test_faults_fail_and_their_condition_is_named(
-    fault: Fault, sentence: str | None, right: float, tmp_path: Path
-) -> None:
+def test_faults_fail_and_their_condition_is_named(fault, sentence, right, tmp_path):
     """A fault three times as large as rounding."""
     g = rounded(tmp_path, 1, fault, right, tokens=16)
     assert g.verdict == "fail"

@@ -1,7 +1,5 @@
 """A pass names the smallest distance that its prompts could have shown; too few prompts are no pass."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

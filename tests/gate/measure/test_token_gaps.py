@@ -1,7 +1,5 @@
 """Two replies side by side: gaps, KL, flips, and what is not compared."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A server by hand that can be forced: one answer for each of the ways, with numbers that tell what was asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder of `send` whose answers no model would choose: what a server is forced along in the tests."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An HTTP server that answers as badly as one can: what no real server does when it is asked to."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

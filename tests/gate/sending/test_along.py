@@ -1,7 +1,5 @@
 """`send --along` against servers that can be forced in one way or none: what goes where, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -162,9 +160,7 @@ def test_a_server_that_reads_other_ids_is_exit_code_3(tmp_path: Path, capsys: An
         (["--score"], ("accprobe",), "leave --score away"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    more: list[str], can: tuple[str, ...], says: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_what_cannot_be_is_one_line(more, can, says, tmp_path, capsys):
     with odd(forcible(can), forced=True) as (url, _):
         assert send(golden(tmp_path / "golden"), url, tmp_path / "out", *more) == 2
     err = capsys.readouterr().err.splitlines()

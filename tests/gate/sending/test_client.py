@@ -1,7 +1,5 @@
 """TLS, and servers that take a connection and say nothing: one line each."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import json
@@ -100,9 +98,7 @@ def test_https_with_an_authority_of_ones_own(here: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("days", "says"), [(-1, "expired"), (1, "mismatch")])
-def test_a_bad_certificate_is_one_line(
-    days: int, says: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_bad_certificate_is_one_line(days, says, here, monkeypatch, capsys):
     pair = certificate(here / "a", name="elsewhere.example", days=days)
     monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
     with with_tls(pair, monkeypatch) as url:
@@ -125,9 +121,7 @@ def test_http_where_tls_is_and_the_other_way_round(here: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_a_server_that_says_nothing_is_one_line(
-    takes: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_server_that_says_nothing_is_one_line(takes, here, monkeypatch, capsys):
     """One that takes connections and reads, and one whose queue of connections nobody empties. It is not waited for as
     long as for an answer."""
     monkeypatch.setattr(client, "INTRODUCTION_S", 0.5)

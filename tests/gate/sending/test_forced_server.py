@@ -6,8 +6,6 @@ the V2 server has nothing but VLLM_ACCPROBE_FORCE and vLLM's Trace Replay. Async
 on a CPU, and preemption are forced upon engines without a server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,9 +88,7 @@ def test_v1_in_chunks_alone_and_with_others(server: Server, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("way", [client.PLUGIN, client.TRACE])
-def test_v2_by_the_plugin_and_by_vllm_itself(
-    way: str, v2_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_v2_by_the_plugin_and_by_vllm_itself(way, v2_server, tmp_path, monkeypatch):
     folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
     monkeypatch.setattr(client, "WAYS", (way, client.SCORED))
     assert main(["send", "--teacher-force", str(folder), "--url", v2_server.url, "--out", str(out)]) == 0
@@ -123,9 +119,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, preloads: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_ahead_of_its_tokens_and_after_preemption(
-    runner: str, hosts: dict[str, EngineHost], served_model: Path, tmp_path: Path
-) -> None:
+def test_ahead_of_its_tokens_and_after_preemption(runner, hosts, served_model, tmp_path):
     named = replies.read(golden(tmp_path / "golden", SIZES)).passes[0].values()
     asks = [
         Ask(
@@ -166,9 +160,7 @@ def along(ids: list[int] | None) -> dict[str, str]:
     return {KEY: " ".join(map(str, ids or ()))}
 
 
-def test_with_forcing_alone_every_bit_is_as_without_the_plugin(
-    hosts: dict[str, EngineHost], served_model: Path, tmp_path: Path
-) -> None:
+def test_with_forcing_alone_every_bit_is_as_without_the_plugin(hosts, served_model, tmp_path):
     """Two engines of one process, the second one with VLLM_ACCPROBE_FORCE, where one of four requests is forced."""
     asks = [Ask(prompt(n, n), 9, sampling=FREE) for n in (21, 90, 140)]
     last, named = (Ask(prompt(30, 1), 3, sampling=FREE | more) for more in ({}, {"extra_args": along([7, 8, 9])}))

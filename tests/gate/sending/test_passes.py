@@ -1,7 +1,5 @@
 """Passes over a server that refuses, fails, hangs and dies: what is kept, what is said, what is asked again."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Prompts files of every shape, the shipped set, and what is no prompt."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import importlib.util

@@ -1,7 +1,5 @@
 """``accprobe send`` with a real `vllm serve`: ids, log-probabilities, a hang, a kill while forced, and going on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

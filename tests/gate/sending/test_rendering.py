@@ -1,7 +1,5 @@
 """Chats and parameters: what is sent where, what each server renders, and the first token that differs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -168,9 +166,7 @@ def chatting(status: int, chat: int = 200) -> Callable[[str, dict[str, Any]], tu
         (400, 400, {"refused": "HTTP 400: no template for ..."}, ""),
     ],
 )
-def test_a_server_is_asked_before_its_first_pass(
-    status: int, chat: int, kept: Any, says: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_server_is_asked_before_its_first_pass(status, chat, kept, says, tmp_path, capsys):
     lines = [PromptLine("a", messages=CHAT), PromptLine("b", token_ids=(5,))]
     (tmp_path / "p.jsonl").write_text(to_text(lines))
     words = ["send", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "out"), "--no-score"]

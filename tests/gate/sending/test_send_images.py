@@ -1,7 +1,5 @@
 """Pictures that `send` takes from files reach a real vision model, which answers each with tokens of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ float32, given as a tensor in even layers and, in odd ones, written later into a
 was followed: where ``ACCPROBE_XRAY`` names a directory, execute_model makes and starts a PrecisionDebugger each time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls that are evaluated as one give, to the bit, what each gives alone; others are not put together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -97,17 +95,3 @@ def test_what_the_last_rows_give_is_looked_at(tmp_path: Path) -> None:
 
     given = list(to_the_bit(calls(tmp_path / "d", 64).of(0, "act"), References([odd_end])))
     assert given[-1][1] is None
-
-
-def test_what_several_are_evaluated_as_is_told_before(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    @reference("SiluAndMul", by_rows=True)
-    def loud(call: Call) -> Expected:
-        said.append(f"{len(call.wide('x'))} rows")
-        return Expected(call.wide("x")[:, :64])
-
-    given = to_the_bit(calls(tmp_path / "d", 64).of(0, "act"), References([loud]), lambda: said.append("together"))
-    assert len(list(given)) == len(STEPS)
-    assert said[:2] == ["together", "48 rows"]
-    assert said.count("together") == 1

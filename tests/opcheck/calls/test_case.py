@@ -1,7 +1,5 @@
 """A call written to JSON and tensors is the same call again, whatever its reference needs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An epsilon that was not recorded: named, of config.json, or fitted to a norm's input and output."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
@@ -172,9 +170,7 @@ def test_one_norm_with_another_epsilon_is_found(golden: Callable[[str], Path], t
 
 
 @pytest.mark.parametrize("text", ["eps", "=1", "a b=1", "*:=2"])
-def test_what_is_no_attribute_is_one_line(
-    text: str, golden: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_attribute_is_one_line(text, golden, tmp_path, capsys):
     with pytest.raises(ValueError, match="is not NAME=VALUE"):
         parsed([text])
     assert main(["opcheck", str(golden("msprobe")), "--out", str(tmp_path), "--attribute", text]) == 2

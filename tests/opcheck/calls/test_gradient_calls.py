@@ -1,7 +1,5 @@
 """Gradients that msprobe recorded, of operators, functions and modules: right ones pass, wrong ones fail."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 from collections.abc import Callable

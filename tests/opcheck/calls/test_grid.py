@@ -1,7 +1,5 @@
 """Numbers of a coarser dtype in a wider container are judged by their own grid; a float32 kernel that rounds is not."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -185,9 +183,7 @@ def test_a_wrong_kernel_among_upcast_numbers_fails(tmp_path: Path) -> None:
     assert [r.tap for r in found if r.status == "fail"] == ["layers.1.up"]
 
 
-def test_another_tools_fault_free_dump_passes_and_says_which_grid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_tools_fault_free_dump_passes_and_says_which_grid(tmp_path, capsys):
     golden = unpack("d_xray_h5", tmp_path) / "golden"
     assert main(["opcheck", str(golden), "-j", "0", "--out", str(tmp_path / "o")]) == 0
     said = capsys.readouterr().out
@@ -197,9 +193,7 @@ def test_another_tools_fault_free_dump_passes_and_says_which_grid(
     assert {(r["dtype"], r["stored"]) for r in judged} == {("bfloat16", "float32")}
 
 
-def test_the_replay_of_compare_works_on_that_grid_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_replay_of_compare_works_on_that_grid_and_says_so(tmp_path, capsys):
     golden = build(tmp_path / "golden", torch.bfloat16, torch.bfloat16)
     wide = build(tmp_path / "wide", torch.bfloat16, torch.float32)
     assert main(["compare", str(golden), str(wide), "--replay", "--out", str(tmp_path / "c")]) == 0

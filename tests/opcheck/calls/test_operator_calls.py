@@ -1,7 +1,5 @@
 """Captured operator calls: their arguments come back, they replay, and what is wrong is found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

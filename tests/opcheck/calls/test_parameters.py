@@ -1,11 +1,8 @@
 """Parameters from a checkpoint: a rank's piece; and from which step on the dump's are no longer those of a call."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +33,7 @@ def checkpoint(tensors: dict[str, torch.Tensor], tmp_path: Path) -> Checkpoint:
     return Checkpoint(tmp_path)
 
 
-def test_a_rank_has_its_rows_its_columns_and_its_key_heads(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]
-) -> None:  # fmt: skip
+def test_a_rank_has_its_rows_its_columns_and_its_key_heads(checkpoint, tensors):
     q, k, v, o = (tensors[f"model.a.{n}_proj.weight"] for n in "qkvo")
     for rank in range(2):
         own = checkpoint.get("model.a.qkv_proj", "weight", Share((12, HIDDEN), rank, 2))
@@ -65,9 +60,7 @@ def test_a_rank_has_its_rows_its_columns_and_its_key_heads(
     ({"model_type": "gpt_neox", "num_attention_heads": 2}, "h.0.query_key_value", [0, 1, 2, 3, 4, 5]),
     ({"model_type": "gpt2"}, "h.0.attn.c_attn", None),
 ], ids=lambda v: str(v["model_type"]) if isinstance(v, dict) else "")  # fmt: skip
-def test_a_parameter_in_the_form_of_vllms_loader(
-    config: dict[str, Any], tap: str, order: list[int] | None, tmp_path: Path
-) -> None:
+def test_a_parameter_in_the_form_of_vllms_loader(config, tap, order, tmp_path):
     """Rows of queries, keys and values of each head, as all queries, all keys, all values; a transposed matrix."""
     stored = torch.arange(12.0).reshape(6, 2)
     save_file({f"{tap}.weight": stored}, tmp_path / "model.safetensors")

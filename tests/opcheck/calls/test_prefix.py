@@ -1,7 +1,5 @@
 """Whose rows stand before a request whose prompt's beginning was cached."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,9 +53,7 @@ def test_the_hash_of_the_prompt_proves_whose_beginning_it_is(tmp_path: Path) -> 
         ([([*START, 1], 0), ([*START, 2], 9)], ()),  # capture began behind its prompt: nothing proves anything
     ],
 )
-def test_nothing_is_guessed(
-    tmp_path: Path, requests: list[tuple[list[int], int]], images: tuple[str, ...]
-) -> None:  # fmt: skip
+def test_nothing_is_guessed(tmp_path, requests, images):
     assert prefixes(written(tmp_path, requests, images), 0) == {}
 
 
@@ -122,9 +118,7 @@ RUN = {"low": 0, "n": 8, "owner": 0}
         ({"runs": [RUN], "why": "of 'r9'"}, {}, {}, "its history is not its own: of 'r9'"),
     ],
 )  # fmt: skip
-def test_what_the_capture_says_of_owners_decides(
-    tmp_path: Path, line: dict, first: dict, second: dict, why: str
-) -> None:  # fmt: skip
+def test_what_the_capture_says_of_owners_decides(tmp_path, line, first, second, why):
     other = [*START, 1, 9]
     requests = [asked(0, WHOLE, **first), asked(1, other, **second)]
     dump = recorded(tmp_path, [{"step": 1, "req": 1, **line}], requests, [(0, 0, WHOLE), (1, 8, [1, 9])])

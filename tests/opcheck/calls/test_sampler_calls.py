@@ -1,7 +1,5 @@
 """A sampler's calls, each row by its own request, from a dump of the small model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as Plain

@@ -1,7 +1,5 @@
 """An input lies in memory as it did, its memory is found, and a case keeps both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 What a cause says has its own test by name in test_planted.py and its like; a broken frame shows in any of them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

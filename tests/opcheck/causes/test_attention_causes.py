@@ -1,7 +1,5 @@
 """Causes of attention over a cache, from attention that was made wrong by torch itself, rounded or cut off."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

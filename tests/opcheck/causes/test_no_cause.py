@@ -1,7 +1,5 @@
 """Faults of no family, and right outputs: nothing is said of these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A table of planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Planted faults of rounding: torch computes with fewer bits somewhere, in float32 and in its own order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

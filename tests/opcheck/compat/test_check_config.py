@@ -1,7 +1,5 @@
 """msprobe's configuration of a pre-check: what is taken, what is noted, what is refused; each in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

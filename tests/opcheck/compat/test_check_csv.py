@@ -1,7 +1,5 @@
 """msprobe's files: their names, headers and words; msprobe's own second stage reads them; and so does our opdiff."""
 
-from __future__ import annotations
-
 import csv
 import re
 import subprocess
@@ -99,9 +97,7 @@ def test_going_on_writes_the_same_files(recorded: Recorded, checked: Path) -> No
     assert len(list((checked / "npu").glob("accuracy_checking_*.csv"))) == 2
 
 
-def test_another_check_is_not_gone_on_with(
-    recorded: Recorded, checked: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_check_is_not_gone_on_with(recorded, checked, capsys):
     result, _ = files(checked / "npu")
     words = ["-csv_path", str(result), "-d", "cpu", "--jobs", "0", "-f", "-save_error_data"]
     assert main(["opcheck", "-api_info", str(recorded("tensor")), *words]) == 2

@@ -1,7 +1,5 @@
 """Lists of API names, calls that stand for others, devices: what is left out is a row with its reason."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """msprobe's files of its second stage: the headers that the tool itself writes, and its verdicts on the same rows."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Floors are what their names claim: a bound that no order breaks, limits that chance breaks as rarely as is said."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

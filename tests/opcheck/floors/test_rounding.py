@@ -1,7 +1,5 @@
 """Rounding toward zero is seen in the numbers, honest at the default standard, and hides no fault."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Honest rounding passes, small defects do not, whatever the dtype; equal errors count once; NaN never passes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

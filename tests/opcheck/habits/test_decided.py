@@ -1,7 +1,5 @@
 """How a machine computes is recognised, told once with its price, and hides no fault."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import machines as m
@@ -58,9 +56,7 @@ def test_a_machine_is_recognised(machine: m.Machine, operator: str, words: set[s
         (m.Machine(linear=m.low(1), last=m.zero), m.Machine(last=m.zero), "layers.2.proj", "adds up in bfloat16"),
     ],
 )  # fmt: skip
-def test_a_layer_that_departs_is_blamed(
-    odd: m.Machine, usual: m.Machine, tap: str, words: str, tmp_path: Path
-) -> None:  # fmt: skip
+def test_a_layer_that_departs_is_blamed(odd, usual, tap, words, tmp_path):
     rows, _ = m.settled(m.dump(tmp_path / "dump", m.one_of(odd, usual), "linear"))
     assert failed(rows) == {tap}
     assert all(words in r.message for r in rows if r.status == FAIL)

@@ -1,7 +1,5 @@
 """Evidence is counts that add up, survives a csv, and is nothing where a stranger wrote it."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_accprobe.opcheck.habits.decided import AWAY, NEAREST, ZERO, Evidence, EvidencePool, candidates_of, hits

@@ -1,7 +1,5 @@
 """Kernels that ignore strides, tails and layouts: gentest's folder fails with them, and passes with right ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -115,9 +113,7 @@ def dump_of(root: Path, faults: Mapping[str, Fault], right: bool = False) -> Pat
     return m.close()
 
 
-def test_the_folder_fails_with_the_kernels_that_are_wrong_and_passes_with_right_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_fails_with_the_kernels_that_are_wrong_and_passes_with_right_ones(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(search, "_SLOWER", 1000.0)  # a busy machine finds the same causes, and draws the same inputs
     dump, out = dump_of(tmp_path / "d", FAULTS), tmp_path / "t"
     assert main(["gentest", str(dump), "--failed", "--out", str(out)]) == 0
@@ -152,7 +148,12 @@ def nbytes_of(call: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+AT_HAND = ("norm, memory unknown", "norm, tail of the rows", "layer norm, half of each row", "activation, view",
+           "product, transposed input", "product, tail of the sum")  # fmt: skip
+"""A view and a tail of each class; the folder has them all."""
+
+
+@pytest.mark.parametrize("name", AT_HAND)
 def test_a_kernel_at_hand_leaves_what_it_fails_for_with_numbers_of_nobody(name: str, tmp_path: Path) -> None:
     f, references = FAULTS[name], default_references()
     calls = Calls(open_dump(dump_of(tmp_path / "d", {name: f})), None)
@@ -213,9 +214,7 @@ def test_what_fails_of_attention_is_one_row_with_its_history(tmp_path: Path, mon
     ("kernel", "text"),
     [("nowhere.py:f", "nowhere.py"), ("os:nothing", "has no function nothing"), ("x", "x")],
 )
-def test_a_kernel_that_cannot_be_loaded_is_one_line(
-    kernel: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_that_cannot_be_loaded_is_one_line(kernel, text, tmp_path, capsys):
     build(tmp_path / "d")
     words = ["--ops", "RMSNorm", "--kernel", kernel, "--out", str(tmp_path / "t")]
     assert main(["gentest", str(tmp_path / "d"), *words]) == 2

@@ -1,7 +1,5 @@
 """The folder that gentest writes: right where the engine was right, wrong where it was wrong, with torch alone."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -101,9 +99,7 @@ def test_the_written_files_are_clean(tmp_path: Path) -> None:
         (["--ops", "*", "--weights", "nowhere"], 2, "no directory"),
     ],
 )
-def test_the_command_says_what_it_cannot_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
-) -> None:
+def test_the_command_says_what_it_cannot_do(tmp_path, capsys, arguments, code, said):
     build(tmp_path / "d")
     assert main(["gentest", str(tmp_path / "d"), *arguments, "--out", str(tmp_path / "t")]) == code
     assert said in capsys.readouterr().err

@@ -337,9 +337,7 @@ def test_a_block_is_not_cleared_by_its_last_child() -> None:
 
 
 @pytest.mark.parametrize(("steps", "origins"), [((4, 3), []), ((4, 4), ["first"])])
-def test_an_input_inside_that_is_within_its_limits_is_explained_where_all_its_rows_are(
-    steps: tuple[int, int], origins: list[str]
-) -> None:
+def test_an_input_inside_that_is_within_its_limits_is_explained_where_all_its_rows_are(steps, origins):
     """The table of rows has none of it, and any of them may differ."""
     found = comparison("first", verdict="fail")
     found.origins[0].update({"role": "output.0", "created": 0.03, "tier": SIBLING_OUTLIER})

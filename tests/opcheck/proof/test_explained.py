@@ -1,7 +1,5 @@
 """A row is explained where both sides checked it and what it read is known; an input, where it is made of such rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +9,7 @@ from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.opcheck.proof.explained import (
-    NOT_REPLAYED,
-    UNSEEN,
-    UNSUMMED,
-    WRONG,
-    Explained,
-    explain,
-    place_of,
-)
+from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, UNSEEN, UNSUMMED, WRONG, Explained, explain, place_of
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, CheckResult
 
 ROWS, WIDTH = 12, 64
@@ -120,9 +110,7 @@ def test_what_golden_computes_otherwise_is_not_explained(sides: tuple[Dump, Dump
     assert other.why[PROJ] == "its scale is 2, golden's is 3"
 
 
-def test_a_share_that_nobody_adds_up_is_not_explained(
-    sides: tuple[Dump, Dump], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_that_nobody_adds_up_is_not_explained(sides, monkeypatch):
     golden, mine = sides
     shares = {(r.rank, r.step, r.seq) for r in mine.records if (r.tap, r.role) == ("proj", "output.0")}
     name = "vllm_accprobe.opcheck.proof.explained.unsummed"

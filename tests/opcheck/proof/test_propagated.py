@@ -1,7 +1,5 @@
 """Created and passed on: told apart for a module that is wrong and had wrong inputs, too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

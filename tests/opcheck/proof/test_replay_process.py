@@ -1,7 +1,5 @@
 """When `compare` replays without being asked, what it does with the outcome, and what happens where it cannot."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -55,9 +53,7 @@ def compared(pair: tuple[str, str], out: Path, *more: str) -> tuple[int, dict]:
     return code, json.loads((out / "compare.json").read_text())
 
 
-def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(
-    pair: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(pair, tmp_path, capsys):
     code, said = compared(pair, tmp_path / "out")
     assert (code, [(o["module"], o["evidence"]) for o in said["origins"]]) == (1, [("second", "replay")])
     assert main(["compare", "--rejudge", str(tmp_path / "out"), "-q"]) == 1
@@ -180,9 +176,7 @@ def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -
     assert compared(pair, tmp_path / "asked", "--replay")[0] == 1
 
 
-def test_a_replay_that_dies_leaves_the_comparison_and_says_so(
-    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:  # fmt: skip
+def test_a_replay_that_dies_leaves_the_comparison_and_says_so(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     code, said = compared(pair, tmp_path / "out")
     assert code == 0
@@ -191,9 +185,7 @@ def test_a_replay_that_dies_leaves_the_comparison_and_says_so(
     assert "accprobe: --replay: its process ended with 1" in capsys.readouterr().err
 
 
-def test_without_torch_asking_is_an_error_and_not_asking_is_none(
-    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:  # fmt: skip
+def test_without_torch_asking_is_an_error_and_not_asking_is_none(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(replay, "_torch", lambda: False)
     assert compared(pair, tmp_path / "out")[0] == 0
     assert main(["compare", *pair, "--out", str(tmp_path / "asked"), "--replay"]) == 2
@@ -208,9 +200,7 @@ def test_a_proof_that_is_none_is_refused(pair: tuple, tmp_path: Path, capsys: py
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_verdict_before_the_replay_is_said_first_and_not_to_programs(
-    pair: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:  # fmt: skip
+def test_the_verdict_before_the_replay_is_said_first_and_not_to_programs(pair, tmp_path, capsys):
     assert main(["compare", *pair, "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("before replay: PASS: 6 pairs")
@@ -224,9 +214,7 @@ def test_the_verdict_before_the_replay_is_said_first_and_not_to_programs(
     assert "before replay" not in capsys.readouterr().err
 
 
-def test_a_small_pairs_replay_begins_beside_the_comparison_and_ends_with_it(
-    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:  # fmt: skip
+def test_a_small_pairs_replay_begins_beside_the_comparison_and_ends_with_it(pair, tmp_path, monkeypatch, capsys):
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import NothingCompared
 

@@ -1,11 +1,8 @@
 """API calls that msprobe recorded, run again: PyTorch's, and MindSpore's from a dump that msprobe made of it."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,9 +117,7 @@ def test_an_operator_that_reaches_outside_is_not_run(name: str, tmp_path: Path) 
         ("Functional.pad", (torch.ones(2), [0, 1 << 45]), {}),
     ],
 )
-def test_a_number_from_a_dump_does_not_decide_how_much_memory_is_taken(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def test_a_number_from_a_dump_does_not_decide_how_much_memory_is_taken(name, args, kwargs):
     call = Call("a", name, args=args, kwargs=kwargs, outputs={"output.0": torch.ones(2)})
     found = default_references().evaluate(call)
     assert isinstance(found, Declined)

@@ -1,7 +1,5 @@
 """Attention against torch's and by hand, over rows of several requests; torch's own operators within roundings."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -33,9 +31,7 @@ def sdpa(q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
     ({"model_type": "gemma3n_text"}, {"impl.scale": 1.0}, None, 1.0),
     ({"model_type": "gemma3n_text"}, {"impl.scale": 1.0, "scale": 0.25}, None, 0.25),
 ])  # fmt: skip
-def test_slopes_and_scale_of_a_module(
-    config: dict[str, Any], attrs: dict[str, Any], slopes: list[float] | None, scale: float
-) -> None:
+def test_slopes_and_scale_of_a_module(config, attrs, slopes, scale):
     found = attention_settings(Call("a", "Attention", attrs=attrs, config=config), 2, 16)
     assert (None if found["slopes"] is None else found["slopes"].tolist(), found["scale"]) == (slopes, scale)
 

@@ -1,7 +1,5 @@
 """Blocks against what was captured inside them: vLLM's, and transformers', which add their residuals themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -153,9 +151,7 @@ PARTS = {"self_attn": A, "mlp": M}
     (block("OddMLP", X, {"expert_gate": GATE, "down_proj": B}, attrs=BARE), B, False, True),
     (block("OddMLP", X, {"down_proj": B}, attrs=BARE), B, False, False),
 ])  # fmt: skip
-def test_own_code_is_not_right_without_what_config_or_parts_require(
-    call: Call, value: torch.Tensor, note: bool, unseen: bool
-) -> None:
+def test_own_code_is_not_right_without_what_config_or_parts_require(call, value, note, unseen):
     found = evaluated(call)["output.0"]
     torch.testing.assert_close(found.value, value, rtol=1e-15, atol=0.0)
     assert (found.note == LEFT_OUT, found.unseen.startswith(LEFT_OUT)) == (note, unseen)
@@ -184,9 +180,7 @@ def test_what_a_child_gave() -> None:
     (None, None, {"experts": 2.5}, 1.0),  # DeepSeek's name for it elsewhere
     (2.5, None, {}, None), (2.5, 2.5, {"experts": 2.0}, None),
 ])  # fmt: skip
-def test_a_block_scales_by_what_no_object_inside_it_applies(
-    config: float | None, own: float | None, factors: dict[str, float], wanted: float | None
-) -> None:
+def test_a_block_scales_by_what_no_object_inside_it_applies(config, own, factors, wanted):
     named = [{} if f is None else {"routed_scaling_factor": f} for f in (config, own)]
     call = Call("t", "T", config=named[0], attrs=named[1], extra={"factors": factors} if factors else {})
     if wanted is None:

@@ -1,7 +1,5 @@
 """What an 8-bit cache does to attention, against the definition written out in numpy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

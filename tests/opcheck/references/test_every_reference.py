@@ -3,8 +3,6 @@
 The samples, by family of operators, are in opcheck/samples/. What references decline stands there, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

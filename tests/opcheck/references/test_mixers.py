@@ -1,7 +1,5 @@
 """Recurrent modules computed from the beginning of each request, against loops over tokens; states that are others'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts and their routing, by hand, and by transformers; token by token in opcheck/samples/modules.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

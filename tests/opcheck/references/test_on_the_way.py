@@ -1,7 +1,5 @@
 """What right kernels of a device do that a CPU's do not: roundings on the way, the order of equal values, 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small integers and 8-bit floats become numbers: against packing by hand, torch's dtypes, and 16-bit sums."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

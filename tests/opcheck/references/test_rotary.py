@@ -1,7 +1,5 @@
 """Rotary embeddings against transformers' and by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference_calls import drawer, evaluated

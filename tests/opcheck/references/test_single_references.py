@@ -1,7 +1,5 @@
 """References by hand: samplers, adapters, aten's operators, gradients of what autograd saved."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -28,16 +26,6 @@ def test_a_parameter_that_a_kernel_packed_is_no_missing_one() -> None:
     assert param_if(call, "scale") is None
     with pytest.raises(Declined, match="parameter weight was packed"):
         param_if(call, "weight")
-
-
-def test_learned_positions_begin_behind_two_rows() -> None:
-    table, at = draw(6, 3).bfloat16(), torch.tensor([0, 3, 1])
-    for attrs, rows in (({}, [2, 5, 3]), ({"offset": 1}, [1, 4, 2])):
-        call = Call("p", "OPTLearnedPositionalEmbedding", {"positions": at}, params={"weight": table}, attrs=attrs)
-        assert torch.equal(evaluated(call)["output.0"].value, table[rows].double())
-    with pytest.raises(Declined, match="outside its table"):
-        evaluated(replace(call, inputs={"positions": torch.tensor([6])}))
-    assert torch.equal(evaluated(Call("d", "Dropout", {"input": table}))["output.0"].value, table)
 
 
 def test_a_norm_hands_on_the_residuals_that_it_gets() -> None:

@@ -1,7 +1,5 @@
 """vLLM's own kernels of the indexer and of short convolutions with packed weights. Formulas: opcheck/samples/."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

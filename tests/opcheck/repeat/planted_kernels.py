@@ -4,8 +4,6 @@ Real ones: threads that add into one place without a lock, compiled and released
 ``torch.empty`` that are written in part; sums whose blocking follows the number of rows.
 """
 
-from __future__ import annotations
-
 import threading
 
 import numba

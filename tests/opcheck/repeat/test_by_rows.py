@@ -1,7 +1,5 @@
 """Which operator's rows depend on their batch; and that no operator is cut where its rows are not independent."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -79,9 +77,7 @@ def test_rows_computed_one_by_one_are_equal(kernels: MachineKernels) -> None:
                                                                                         "eps": 1e-6}),
     ],
 )  # fmt: skip
-def test_operators_without_sums_over_rows_are_equal(
-    kernels: MachineKernels, op: str, shape: str, more: dict[str, Any]
-) -> None:
+def test_operators_without_sums_over_rows_are_equal(kernels, op, shape, more):
     dtypes = ("float32", "int64:50") if op == "aten.embedding" else ("float32",)
     rows = said(kernels, op, shape, ("1", "7", "N"), dtypes, **more)
     assert rows
@@ -104,9 +100,7 @@ def test_operators_without_sums_over_rows_are_equal(
         ("torch.ops.vendor.mystery", (torch.ones(4, 3),), {}),
     ],
 )  # fmt: skip
-def test_rows_that_are_not_declared_independent_are_never_cut(
-    op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def test_rows_that_are_not_declared_independent_are_never_cut(op, args, kwargs):
     with pytest.raises(Declined):
         axes_of(Call(op, op, args=args, kwargs=kwargs), TABLE)
 

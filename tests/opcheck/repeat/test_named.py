@@ -1,7 +1,5 @@
 """Operators named by hand: what is drawn, and one line for what cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -65,18 +63,14 @@ def test_integers_below_a_number() -> None:
         ([], "DUMP is missing"),
     ],
 )
-def test_bad_usage_is_one_line(
-    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_usage_is_one_line(arguments, line, tmp_path, capsys):
     code = main(["opcheck", *arguments, "-j", "0", "--out", str(tmp_path / "o")])
     said = capsys.readouterr().err.strip().splitlines()
     assert code == 2, said
     assert line in said[-1]
 
 
-def test_without_a_mode_the_operator_is_held_against_float64(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_mode_the_operator_is_held_against_float64(tmp_path, capsys):
     arguments = ["--op", "aten.mm", "--shape", "7x64,64x32", "--shape", "33x96,96x5", "--dtype", "bfloat16", "-j", "0"]
     assert main(["opcheck", *arguments, "--out", str(tmp_path / "o")]) == 0
     assert "2 of 2 calls checked" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Races, unwritten outputs and orders of sums are told as what they are; clean kernels are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which calls a replay takes when it has not the time for all, and what is told of the rows that it leaves out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -84,9 +82,7 @@ def rows_of(batches: list[list[tuple[int, int, int]]], task: pair.Task) -> set[t
     return found
 
 
-def test_calls_in_parts_and_outputs_in_pieces_have_the_rows_of_whole_ones(
-    sides: list[Calls], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_calls_in_parts_and_outputs_in_pieces_have_the_rows_of_whole_ones(sides, monkeypatch):
     whole = checked(sides, monkeypatch)
     monkeypatch.setattr(pair, "MOST", 1 << 11)
     monkeypatch.setattr(records, "_FEWEST", 8)
@@ -116,9 +112,7 @@ def test_all_is_done_where_there_is_the_time_and_begins_at_once_where_there_is_p
     assert not planner.fits(2.0 * planner.seconds)
 
 
-def test_every_tap_of_both_sides_is_drawn_with_the_same_rows(
-    sides: list[Calls], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_every_tap_of_both_sides_is_drawn_with_the_same_rows(sides, monkeypatch):
     monkeypatch.setattr(budget, "STRETCH", 16)
     planner = Planner(sides, [], 1, SPEED)
     plan = planner.plan(0.9 * planner.seconds)

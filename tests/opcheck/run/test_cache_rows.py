@@ -1,7 +1,5 @@
 """What a dump's own ledger found fails an opcheck, whatever its operators computed from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vllm_accprobe.dump.journal import StateFinding

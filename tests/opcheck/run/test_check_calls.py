@@ -1,7 +1,5 @@
 """Calls built from a dump, judged, counted, and said by the command."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,9 +99,7 @@ def of(tap: str, cls: str, status: str, step: int = 0) -> CheckResult:
     ([replace(of(f"m.{i}", LAYER, "fail"), by_name=False) for i in range(2)], set()),
     ([of("m.0", "QKVLinear", "fail"), of("m.1", "QKVLinear", "fail")], set()),
 ], ids=["every one", "one is right", "right in a step", "one layer", "none", "by its code", "computed"])  # fmt: skip
-def test_a_formula_that_no_block_of_a_class_follows_proves_none_wrong(
-    rows: list[CheckResult], unknown: set[str]
-) -> None:
+def test_a_formula_that_no_block_of_a_class_follows_proves_none_wrong(rows, unknown):
     parts = [of(f"m.{i}.down", "Linear", "pass") for i in range(2)] if rows[0].tap in ("m.0", "m.1") else []
     found = without_unknown_blocks([*rows, *parts])
     assert {r.tap for r in found if r.status == "skip" and r.message == OWN_CODE} == unknown

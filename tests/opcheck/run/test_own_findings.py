@@ -1,7 +1,5 @@
 """One dump and its checkpoint: wrong loaded weights are named, constants are corrected."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -182,9 +180,7 @@ EVEN_FIRST = [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 13, 14, 15]
     (list(range(16)), HEADS, "vision_model.layers.0.self_attn.qkv_proj", ""),
     (EVEN_FIRST, HEADS, "vision_model.layers.0.self_attn.qkv_proj", "is not"),
 ])  # fmt: skip
-def test_llama_4_s_rows_are_those_that_its_loader_makes(
-    tmp_path: Path, order: list[int], attrs: dict[str, int], tap: str, says: str
-) -> None:
+def test_llama_4_s_rows_are_those_that_its_loader_makes(tmp_path, order, attrs, tap, says):
     whole = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     parts = {f"{tap.removesuffix('qkv_proj')}{n}_proj.weight": t.contiguous()
              for n, t in zip("qkv", whole.split([8, 4, 4]), strict=True)}  # fmt: skip

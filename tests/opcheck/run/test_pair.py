@@ -1,7 +1,5 @@
 """Two dumps checked at once: calls evaluated together, and by two processes, give the rows of calls one by one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Other things to check against: a golden dump, this machine's own code, drawn inputs, gradients."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a module was given is checked, too: parameters against the checkpoint, an epsilon against its siblings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes, crashes, interruptions: whatever happens, every call has its row, and the csv is the same."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal
@@ -64,9 +62,7 @@ def test_any_number_of_processes_gives_the_same_csv(tmp_path: Path) -> None:
     assert not (tmp_path / "o1/opcheck.csv.part").exists()
 
 
-def test_an_operator_that_kills_its_process_is_a_row(
-    tmp_path: Path, vendor: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_operator_that_kills_its_process_is_a_row(tmp_path, vendor, monkeypatch, capsys):
     dump = build(tmp_path / "d")
     monkeypatch.setenv("ODD_DIES_AT", "6")  # rows of the second step
     assert main(["opcheck", str(dump), "-j", "2", "--out", str(tmp_path / "o")]) == 1
@@ -79,9 +75,7 @@ def test_an_operator_that_kills_its_process_is_a_row(
     assert "1 references failed" not in capsys.readouterr().err
 
 
-def test_calls_that_die_only_together_are_checked_one_by_one(
-    tmp_path: Path, vendor: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_die_only_together_are_checked_one_by_one(tmp_path, vendor, monkeypatch):
     """Nobody is blamed for a crash in which several were evaluated as one."""
     dump = build(tmp_path / "d")
     (vendor / "odd_checks.py").write_text(VENDOR.replace('"NobodyKnows"', '"RMSNorm", by_rows=True'))
@@ -92,9 +86,7 @@ def test_calls_that_die_only_together_are_checked_one_by_one(
     assert [r["status"] for r in rows].count("error") == 0
 
 
-def test_killed_at_half_resume_ends_with_the_same_csv(
-    tmp_path: Path, vendor: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_half_resume_ends_with_the_same_csv(tmp_path, vendor, monkeypatch):
     dump, whole, half = build(tmp_path / "d", "layers.0.norm"), tmp_path / "whole", tmp_path / "half"
     assert main(["opcheck", str(dump), "--out", str(whole)]) == 1
     mark = tmp_path / "reached"
@@ -141,9 +133,7 @@ def test_resume_refuses_what_was_begun_otherwise(tmp_path: Path, capsys: pytest.
         (["--against", "device"], "torch sees no accelerator"),
     ],
 )
-def test_bad_usage_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_bad_usage_is_one_line(tmp_path, capsys, arguments, said):
     import torch
 
     if "device" in arguments and torch.accelerator.is_available():

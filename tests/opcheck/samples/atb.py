@@ -1,8 +1,6 @@
 """Samples of ATB's operators. A maker yields the variants of one operator: its parameters, inputs by number, outputs by
 number and what it writes into its inputs; a fault is one wrong number in any output, or another parameter."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

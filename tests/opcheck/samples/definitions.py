@@ -1,7 +1,5 @@
 """Formulas that several samples share, in float64 with numpy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

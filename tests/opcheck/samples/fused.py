@@ -4,8 +4,6 @@ Every definition is written out here, in float64 for the exact answer and in flo
 package. A wrong kernel is the same definition with a fault.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

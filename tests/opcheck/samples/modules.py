@@ -1,8 +1,6 @@
 """Samples of modules of an engine, and of its operators that compute the same: norms, products, activations, rotary
 embeddings, tables, attention, experts, pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples of operators over paged caches: attention in every layout, writes, the indexer, sparse attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

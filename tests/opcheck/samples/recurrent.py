@@ -1,8 +1,6 @@
 """Samples of recurrences: the gated delta rule, Mamba's scans, short convolutions and their states; and of what opaque
 operators leave in their buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ test_every_reference.py runs all of them. Not here: the samples (atb.py, fused.p
 samplers.py, scaled.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples of samplers' operators: penalties, filters, draws."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from opcheck.samples.definitions import softmax

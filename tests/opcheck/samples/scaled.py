@@ -1,7 +1,5 @@
 """Samples of operators on 8 and 4 bit codes: products, and the codes and scales themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

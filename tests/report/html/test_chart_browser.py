@@ -2,7 +2,6 @@
 opens into its taps."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -92,22 +91,6 @@ def test_a_layer_opens_into_its_taps_and_back_by_keyboard(visit):
     assert page.inner_text("#chart-readout").startswith("logits_processor (LogitsProcessor)")
 
 
-def test_dragging_over_layers_shows_their_taps_and_a_double_click_goes_back(visit):
-    page = chart(visit, deep(60))
-    box = page.locator("#chart .area").first.bounding_box()
-    y = box["y"] + box["height"] * 0.85
-    page.mouse.move(box["x"] + 20, y)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 20 + box["width"] / 10, y, steps=8)
-    page.mouse.up()
-    page.wait_for_selector("#chart[data-marks=taps]")
-    low, high = shown_range(page)
-    assert 0 < low < high < 200
-    page.wait_for_timeout(400)
-    page.mouse.dblclick(box["x"] + box["width"] * 0.8, y)
-    page.wait_for_selector("#chart[data-marks=layers]")
-
-
 @pytest.mark.parametrize(("chart", "shown"), [("chart", "range"), ("heat", "columns")])
 def test_keys_and_drags_of_perfetto(visit, chart, shown):
     """Each step: what is done, and how the shown part's width and beginning change (-1, 0, 1)."""
@@ -153,30 +136,6 @@ def test_keys_and_drags_of_perfetto(visit, chart, shown):
     assert page.is_hidden("#tap-chip")  # no drag was a click
 
 
-def test_a_click_on_a_layer_opens_it_and_a_button_goes_back(visit):
-    page = chart(visit, deep(60))
-    box = page.locator("#chart .origin-mark circle").last.bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x, y)
-    page.wait_for_selector("#chart .tip:not([hidden])")
-    assert page.inner_text("#chart .tip").startswith("model.layers.3\norigin 1\ncreated 13.1×")
-    page.mouse.click(x, y)
-    page.wait_for_selector("#chart[data-marks=taps]")
-    assert page.inner_text("#chart-readout").startswith("model.layers.3.mlp.down_proj (RowParallelLinear): origin 1")
-    page.click("#chart-back")
-    page.wait_for_selector("#chart[data-marks=layers]")
-    assert page.is_hidden("#chart-back")
-
-
-def test_a_press_beside_all_marks_opens_nothing(visit):
-    page = chart(visit, deep(60))
-    box = page.locator("#chart .area").first.bounding_box()
-    page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + box["height"] - 4)
-    page.wait_for_timeout(200)
-    assert page.get_attribute("#chart", "data-marks") == "layers"
-    assert page.is_hidden("#tap-chip")
-
-
 @pytest.mark.parametrize("width", [1440, 390])
 def test_no_mark_and_no_label_is_cut_off(visit, width):
     result = deep(8)
@@ -189,19 +148,6 @@ def test_no_mark_and_no_label_is_cut_off(visit, width):
         }).map((e) => e.textContent || e.tagName); }"""
     assert page.locator("#chart .origin-mark").count() == 3
     assert page.evaluate(cut, "chart") == []
-
-
-def test_a_narrower_window_draws_again(visit):
-    page = chart(visit, deep(8))
-    width = "document.querySelector('#chart svg').getBoundingClientRect().width"
-    before = page.evaluate(width)
-    page.set_viewport_size({"width": 500, "height": 900})
-    for _ in range(100):
-        if page.evaluate(width) < 480:
-            break
-        page.wait_for_timeout(50)
-    assert page.evaluate(width) < 480 < 600 < before
-    assert page.evaluate("document.documentElement.scrollWidth") <= 500
 
 
 # --- clicks in a real Chromium ---
@@ -267,26 +213,6 @@ def test_the_culprit_shows_its_failures_and_opens_the_worst(visit):
     assert shown(page) == "2,763 pairs"
 
 
-def test_an_origin_is_clicked_and_reached_by_keyboard(visit):
-    other = "model.layers.5.mlp.down_proj"
-    result = realistic()
-    page = visit(replace(result, origins=[ORIGIN, ORIGIN | {"module": other}, ORIGIN | {"module": "gone"}]))
-    lines = page.locator("section[aria-labelledby=h-origins] tbody [data-origin]")
-    assert lines.count() == 3
-    lines.nth(1).click()
-    assert page.inner_text("#tap-chip").startswith(f"tap {other}")
-    failures_first(page)
-    assert opened(page) == worst_of(result, other)
-    lines.nth(0).focus()
-    page.keyboard.press("Enter")
-    assert page.inner_text("#tap-chip").startswith(f"tap {CULPRIT}")
-    assert opened(page) == worst_of(result, CULPRIT)
-    lines.nth(2).focus()
-    page.keyboard.press(" ")
-    assert shown(page).startswith("0 pairs")
-    assert page.is_hidden("#detail")
-
-
 def test_a_point_of_the_chart_and_a_cell_of_the_map(visit):
     result = with_rows(realistic())
     page = visit(result)
@@ -309,23 +235,6 @@ def test_a_point_of_the_chart_and_a_cell_of_the_map(visit):
     page.click("#tree [data-path='model.layers.4'] .node >> nth=0")
     assert page.is_hidden("#detail")
     assert failures_first(page)[0] == "fail"
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "beside"), [(1440, 900, True), (1280, 800, True), (1024, 768, False), (390, 844, False)]
-)
-def test_the_map_stands_beside_the_chart_or_after_it(visit, width, height, beside):
-    page = visit(replace(with_rows(realistic()), notes=[]), width=width, height=height)
-    page.wait_for_selector("#heat[data-ready]")
-    chart, heat = (page.locator(s).bounding_box() for s in ("#chart", "#heat"))
-    if beside:
-        assert heat["y"] == chart["y"]
-        assert heat["x"] >= chart["x"] + chart["width"]
-        assert heat["y"] + heat["height"] <= height
-    else:
-        assert heat["y"] >= chart["y"] + chart["height"]
-        assert heat["x"] == chart["x"]
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 # --- tokens' text in the heat map, in a real Chromium ---
@@ -386,28 +295,3 @@ def test_every_token_is_told_and_few_have_labels_below_them(visit_with):
     click_cell(page, 0, 3, "model.layers.0, position 3")
     assert page.evaluate("window.pwned") is None
     assert page.locator("img").count() == 0
-
-
-def test_many_stand_upright_and_too_many_are_positions(visit_with):
-    page = visit_with(*told([1, 5] * 12), width=1440)
-    assert labels(page)[:2] == ["quick 0", f"{RIGHT_TO_LEFT} 1"]
-    assert len(labels(page)) == 24
-    boxes = page.eval_on_selector_all("#heat .xtick", "all => all.map(t => t.getBoundingClientRect().toJSON())")
-    assert all(a["right"] <= b["left"] + 2 for a, b in pairwise(boxes))
-    frame = page.locator("#heat").bounding_box()
-    assert all(b["bottom"] <= frame["y"] + frame["height"] for b in boxes)
-    page = visit_with(*told([1, 5] * 200), width=1440)
-    assert labels(page)[0] == "0"
-    assert all(t.isdigit() for t in labels(page))
-    assert "“\u2068 quick\u2069”" in read(page, 2)
-
-
-def test_a_bin_tells_its_first_tokens_and_a_request_without_ids_its_positions(visit_with):
-    page = visit_with(*told([0, 1] * 600), width=1440)  # 1,200 positions in 400 columns of three
-    assert "position 0–2 “\u2068The quickThe\u2069” (prefill)" in read(page, 0)
-    result, _ = told([0, 1, 2])
-    page = visit_with(result, TokenTexts(Words(), {"b": (np.array([0]), np.array([0]))}, "mine"))
-    assert labels(page) == ["0", "1", "2"]
-    assert "position 0 (prefill)" in read(page, 0)
-    page = visit_with(result, TokenTexts(Words(), {}, "mine<b>"))
-    assert "No token ids are recorded in mine<b>" in page.inner_text(".heat-map")

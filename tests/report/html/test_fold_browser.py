@@ -72,9 +72,3 @@ def test_what_is_saved_are_all_ranks(visit, tmp_path):
     download.value.save_as(tmp_path / "saved.csv")
     with (tmp_path / "saved.csv").open(newline="", encoding="utf-8-sig") as f:
         assert len(list(csv.DictReader(f))) == PAIRS
-
-
-def test_few_ranks_are_not_folded(visit):
-    page = visit(made(ranks=8))
-    assert page.is_hidden("#ranks")
-    assert all_pairs(page) == PAIRS

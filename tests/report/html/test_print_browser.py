@@ -5,7 +5,7 @@ import zlib
 from dataclasses import replace
 
 import pytest
-from report_examples import CULPRIT, EVIL, comparison, pair, realistic, with_rows
+from report_examples import pair, realistic, with_rows
 
 pytestmark = pytest.mark.browser
 
@@ -81,30 +81,6 @@ def test_paper_keeps_badge_chart_and_legend(visit, scheme):
     assert drawn(pdf).count(" re") > 200  # the cells of the heat map, beside the boxes of the page
 
 
-@pytest.mark.parametrize("paper", [{"format": "A4"}, {"format": "Letter"}, {"format": "A4", "landscape": True}])
-def test_a_pdf_of_many_long_names_has_room_for_them(visit, paper):
-    """Paper is told wider than its margins leave room for, so that only a PDF shows which columns it has."""
-    long = [
-        pair(tap=f"model.layers.{i}.self_attn.mla_attn.kv_a_proj_with_mqa", status="fail", measure="created", order=i)
-        for i in range(120)
-    ]
-    page = visit(with_rows(replace(realistic(), pairs=realistic().pairs + long)))
-    page.wait_for_selector("#heat[data-ready]")
-    assert 4 <= pages(page.pdf(**paper)) <= 14
-
-
-def test_each_sheet_of_the_table_has_its_columns_names(visit):
-    """Chromium draws the head again on each sheet, but no button of it."""
-    long = [pair(tap=f"model.layers.{i}.mlp", status="fail", measure="created", order=i) for i in range(120)]
-    page = visit(comparison(pairs=long))
-    page.wait_for_selector("#body tr.row")
-    page.emulate_media(media="print")
-    page.wait_for_selector("html.paper")
-    assert page.locator("#grid th:visible").all_inner_texts() == ["Status", "Tap", "Tensor", "Step", "× limit", "Value"]
-    boxes = page.eval_on_selector_all("#grid th *", "all => all.map(e => getComputedStyle(e).display)")
-    assert set(boxes) == {"contents"}
-
-
 def test_nothing_is_cut_off_and_nothing_opens(visit):
     wide = [
         pair(
@@ -142,42 +118,3 @@ def test_nothing_is_cut_off_and_nothing_opens(visit):
     page.wait_for_selector("html:not(.paper)")
     assert page.is_visible(".find")
     assert page.locator("#body tr.space").count() == 1
-
-
-@pytest.mark.parametrize(("width", "columns"), [(1440, 9), (390, 7)])
-def test_the_table_by_class_fits_its_box_on_a_screen(visit, width, columns):
-    page = visit(with_classes(realistic()), width=width, height=900)
-    box = page.locator("#covers + .scroll")
-    assert box.evaluate("e => e.scrollWidth - e.clientWidth") <= 1
-    assert box.locator("th:visible").count() == columns
-
-
-def test_a_wide_window_prints_its_charts_within_the_page_and_gets_them_back(visit):
-    page = visit(with_rows(realistic()), width=1200, height=900)
-    page.wait_for_selector("#heat[data-ready]")
-    page.click("h1 .culprit")
-    page.wait_for_selector("#detail .small-plot[data-ready] >> nth=1")
-    widths = "[...document.querySelectorAll('svg.drawing')].map(s => s.width.baseVal.value)"
-    before = page.evaluate(widths)
-    assert max(before) > A4
-    page.emulate_media(media="print")
-    page.wait_for_selector("html.paper")
-    assert max(page.evaluate(widths)) <= A4
-    assert page.is_visible("#detail")  # what was open stays open
-    page.emulate_media(media="screen")
-    page.wait_for_selector("html:not(.paper)")
-    page.wait_for_timeout(300)
-    assert page.evaluate(widths) == before
-    assert 3 <= pages(page.pdf(format="A4")) <= 8
-    assert page.evaluate("document.documentElement.className") == ""  # after the PDF it is a screen's again
-
-
-def test_paper_of_a_pass_and_of_hostile_names(visit):
-    page = visit(comparison(pairs=[pair(tap=EVIL, message=EVIL)]))
-    pdf = page.pdf(format="A4")
-    assert 1 <= pages(pdf) <= 3
-    assert "#17703f" in fills(pdf)
-    assert page.evaluate("window.pwned") is None
-    page = visit(realistic(layers=60))
-    assert 3 <= pages(page.pdf(format="A4")) <= 8
-    assert CULPRIT in page.inner_text("h1")

@@ -7,8 +7,6 @@ Python imports this module at its start because the folder is on PYTHONPATH (see
 here that a program does not import itself: a finder waits for a module and changes it once it is there.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import os

@@ -1,7 +1,5 @@
 """The lines of document 004 on the check of single operators, section 1.3: ``ait llm opcheck``."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable

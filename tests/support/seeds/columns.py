@@ -3,8 +3,6 @@
 Document 002 has msprobe's in English, though the files' headers are Chinese; document 001 has them as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")

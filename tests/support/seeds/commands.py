@@ -4,8 +4,6 @@
 ``prepare`` writes; ``...`` and what is a model's own code (``model = torch.compile(...)``) are no lines of a tool.
 """
 
-from __future__ import annotations
-
 COMMANDS: dict[str, dict[int, str]] = {
     "000": {
         20: "pip install", 24: "pip install", 28: "pip install", 38: "from torch_xray import PrecisionDebugger",

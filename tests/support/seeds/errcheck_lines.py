@@ -1,7 +1,5 @@
 """The line of document 004's errcheck, and its options, on a script that makes an Inf."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Document 002 lists them under "List of Supported Fused Operators"; document 001 
 functions. What a card would have given is made by a kernel in float32; a wrong one is the same with a fault.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path

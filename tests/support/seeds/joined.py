@@ -1,7 +1,5 @@
 """One document's lines where several files have some of them: prepared together, in the document's order."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ test_seeds.py`` types them all. A module ``seed_NNN`` holds ``prepare(home)``, w
 empty folder, and ``LINES``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ Each has its place in docs/migration.md, and is typed in one of these modules (`
 both); the columns of tables stand in columns.py.
 """
 
-from __future__ import annotations
-
 NAMES: dict[str, str] = {
     "000": (
         "summary compare jprof summary_diff_check PrecisionDebugger dump_path hook_name rank step model dump_torch_api "

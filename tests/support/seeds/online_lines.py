@@ -1,7 +1,5 @@
 """The lines of document 001's online pre-check, run on a made dump: both sides on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

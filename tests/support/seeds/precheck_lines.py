@@ -3,8 +3,6 @@
 Both documents have the same commands under two names; a made dump.json of msprobe's form stands for the card's.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

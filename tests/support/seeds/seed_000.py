@@ -1,7 +1,5 @@
 """The lines of document 000, torch_xray's guide: a capture, its tables, and operators as unit tests."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The lines of document 003: labels (``set_label``), and ``ait debug compare aclcmp``."""
 
-from __future__ import annotations
-
 import csv
 import os
 import sys

@@ -1,7 +1,5 @@
 """The lines of document 004: dump of ATB and of torch, compare, torchair. opcheck's and errcheck's stand elsewhere."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

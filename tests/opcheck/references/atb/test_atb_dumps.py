@@ -1,7 +1,5 @@
 """ATB's operators from dumps: what a dump keeps, and what it lacks. Their formulas: opcheck/samples/atb.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Fused attention in every layout and sparse mode, against loops over queries and keys, and its gradient."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused operators' arguments, spellings and gradients, against differences and what a tool recorded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
