@@ -71,7 +71,8 @@ class Rows:
 
     def __init__(self, model: Any, condition: str) -> None:
         self.first = int(condition.partition("patch>=")[2] or 0)
-        self.tests = [self._test(part) for part in condition.split("&")] if condition != "all" and not self.first else []
+        parts = [] if condition == "all" or self.first else condition.split("&")
+        self.tests = [self._test(part) for part in parts]
         self.positions: Any = None
         self.tokens: Any = None
         self.starts: Any = None
