@@ -17,8 +17,6 @@ from typing import Any
 
 from vllm_accprobe.refusals import CommandError
 
-# --- commands ---
-
 MOVED: dict[str, tuple[str, str]] = {
     "summary": ("inspect", "inspect DUMP"),
     "show": ("inspect", "inspect DUMP TAP"),
@@ -63,8 +61,6 @@ def note(old: str, new: str) -> None:
     """On stderr: what stdout holds may be a program's."""
     print(f"note: `accprobe {old}` is now `accprobe {new}`", file=sys.stderr)
 
-
-# --- options ---
 
 OLDER: dict[str, tuple[str, ...]] = {
     "--steps": ("--step",),

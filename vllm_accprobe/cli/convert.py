@@ -156,9 +156,6 @@ def _new(out: Path) -> Iterator[Path]:
         yield path
 
 
-# --- the model as a graph: of a dump or of ATB's json, one step of one rank; `inspect --tree`, too ---
-
-
 def onnx(path: Path, out: Path, level: int | None, step: str, rank: str) -> list[str]:
     """Writes the file and returns lines for people. Raises CommandError, DumpError."""
     from vllm_accprobe.report.text import count, safe

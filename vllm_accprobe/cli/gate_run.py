@@ -212,9 +212,6 @@ def bars(sending: SendSettings) -> by_hand.Progress:
     return partial(progress, steps=True, pace=sending.say)
 
 
-# --- what follows a failure ---
-
-
 LOCALIZED = "dig"
 
 

@@ -174,8 +174,6 @@ def show_operators(dump: Dump, calls: Sequence[OpCall], limit: int) -> None:
     typer.echo(f"{count(len(calls), 'call')} of {count(len(rows), 'operator')}, of {len(dump.ops):,} captured")
 
 
-# --- one tap ---
-
 _LISTED = 20
 STATES, WEIGHTS = "states", "weights"
 """What TAP says for all findings of the ledger of states, where the run kept one; for the weights over their life."""

@@ -266,9 +266,6 @@ def opened_calls(dump: Path, model: Path | None) -> Calls:
     return Calls(opened, model or model_of(opened.run))
 
 
-# --- the report ---
-
-
 def conclude(
     found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool,
     more: Callable[[Path], list[Path]] = lambda out: [],
@@ -331,9 +328,6 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     names = {name for r in opened.records if r.step is not None for name in (r.tap, r.cls) if name}
     found = nearest(globs, names | {op.op for op in opened.ops})
     return f"; the nearest names: {', '.join(found)}" if found else ""
-
-
-# --- this machine's own kernels ---
 
 
 def _here(machine: KernelOptions) -> dict[str, Any]:

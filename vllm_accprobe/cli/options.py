@@ -32,9 +32,6 @@ from vllm_accprobe.refusals import CommandError
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Ranges, Selection
 
-# --- the mechanism ---
-
-
 def _declared(declaration: Any, default: Any) -> Any:
     """A field of a group. default: ``...`` where a value is required."""
     if default is ...:
@@ -190,8 +187,6 @@ def filled(text: str, command: str) -> str:
     of = ", ".join(names(OUTPUT if command == "opcheck" else PAIRS))
     return text.replace("{standards}", of).replace("{tables}", ", ".join(names(MACHINES)))
 
-
-# --- options that several commands have ---
 
 _STEPS, _RANKS, _REQUESTS = "Engine steps, e.g. 0-3,7", "Global ranks, e.g. 0,2-3", "Requests: globs over ids"
 dump = functools.partial(argument, "DUMP", "Directory of a dump.")

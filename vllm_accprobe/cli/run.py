@@ -131,9 +131,6 @@ def _truth(word: str | None) -> bool | None:
     return False
 
 
-# --- a command with the probe on, watched to its end; `compare --exec`, too ---
-
-
 @dataclass(frozen=True)
 class EndedRun:
     """A command that has ended. code: its exit code; files: how many ATB wrote; killed: see `_ending`."""

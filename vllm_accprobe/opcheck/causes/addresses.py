@@ -24,7 +24,7 @@ from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, am
 from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, required
 from vllm_accprobe.opcheck.references.linear import partial
 from vllm_accprobe.opcheck.references.mixers import INSIDE
 from vllm_accprobe.opcheck.references.parts import ranks_of
@@ -32,9 +32,6 @@ from vllm_accprobe.opcheck.references.parts import ranks_of
 _ROTARY = ("*RotaryEmbedding",)
 _SHIFTS = (1, -1, 2, -2)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def _shifts(trial: Trial) -> list[Guess]:
@@ -52,8 +49,7 @@ def _in_order(trial: Trial, order: Callable[[Any], Any], first: bool = False) ->
     """The outputs, or the first one alone, with their rows in another order. order: of numbers of rows."""
     _independent(trial)
     roles = trial.roles()
-    if first and len(roles) < 2:
-        raise Declined("it has one output")
+    decline_if(first and len(roles) < 2, "it has one output")
     return {role: moved(trial.plain[role], lambda t: t[order(torch.arange(len(t)))])
             for role in (roles[:1] if first else roles)}  # fmt: skip
 
@@ -63,8 +59,7 @@ def _others(trial: Trial) -> Iterator[Guess]:
     _independent(trial)
     wrong, mine = trial.wrong.get("output.0"), trial.mine().double().flatten(1)
     rows = [] if wrong is None or len(wrong) != len(mine) else wrong.nonzero().flatten().tolist()
-    if not 0 < len(rows) <= 4:
-        raise Declined("no few rows are wrong")
+    decline_if(not 0 < len(rows) <= 4, "no few rows are wrong")
     y = trial.plain["output.0"].value.double().reshape(mine.shape)
     found = [int((y - mine[k]).square().sum(1).argmin()) for k in rows]
     if all(a != b for a, b in zip(rows, found, strict=True)):
@@ -90,9 +85,6 @@ def _call_before(trial: Trial, _: int) -> Any:
     value = trial.plain["output.0"].value.double().reshape(trial.mine().shape).clone()
     value[:n] = before[:n]
     return value
-
-
-# --- views -----------------------------------------------------------------------------------------------------------
 
 
 def _views(trial: Trial) -> Iterator[tuple[int, int]]:
@@ -149,9 +141,7 @@ def ungapped(trial: Trial, view: tuple[str, str]) -> Call:
 
 def _lies(trial: Trial, name: str) -> tuple[Any, Any]:
     """An input and how it lay in memory, None where it was contiguous. Raises Declined."""
-    x = trial.call.inputs.get(name)
-    if x is None:
-        raise Declined("this call has no such input")
+    x = required(trial.call.inputs.get(name), "this call has no such input")
     return x, trial.call.views.get(f"inputs.{name}")
 
 
@@ -166,9 +156,7 @@ def without_offset(trial: Trial, view: tuple[str, int]) -> Call:
     x, lies = _lies(trial, name)
     if lies is None or not lies.offset:
         return trial.call
-    memory = known_memory(x, lies)
-    if memory is None:
-        raise Declined("the memory of its input is not known")
+    memory = required(known_memory(x, lies), "the memory of its input is not known")
     return edited(trial.call, inputs={name: memory.as_strided(x.shape, lies.stride, 0)})
 
 
@@ -177,18 +165,13 @@ def _heads_turned(trial: Trial, _: Any) -> Call:
     if not isinstance(head, int) or head < 2 or name is None:
         raise Declined("it has no heads")
     x = trial.call.inputs[name]
-    if x.shape[-1] % head or x.shape[-1] == head:
-        raise Declined("its input is no row of heads")
+    decline_if(x.shape[-1] % head or x.shape[-1] == head, "its input is no row of heads")
     return edited(trial.call, inputs={name: x.unflatten(-1, (head, -1)).transpose(-1, -2).reshape(x.shape)})
-
-
-# --- weights and columns ---------------------------------------------------------------------------------------------
 
 
 def _weight(call: Call) -> Any:
     weight = call.stored("weight")
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise Declined("no plain matrix")
+    decline_if(weight.dim() != 2 or not weight.is_floating_point(), "no plain matrix")
     return weight
 
 
@@ -268,9 +251,6 @@ def _ranks_exchanged(trial: Trial, by: int) -> Any:
         other = edited(one, params={"weight": _weight(ranks[(k + by) % len(ranks)])})
         value = value + (partial(other).value - partial(one).value).reshape(value.shape)
     return value
-
-
-# --- positions -------------------------------------------------------------------------------------------------------
 
 
 def _positions(call: Call) -> tuple[str, Any]:

@@ -33,7 +33,7 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, required
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.roundings import ROUNDED
 
@@ -204,9 +204,6 @@ def default_causes() -> tuple[list[CauseRow], list[str]]:
             problems.append(extensions.unusable("causes", extension.name, why))
         table += found
     return table, problems
-
-
-# --- what rows are written with --------------------------------------------------------------------------------------
 
 
 def among(values: Iterable[Any], choices: float = 0.0) -> list[Guess]:
@@ -406,8 +403,6 @@ def named(trial: Trial, *names: str) -> list[Any]:
     return [trial.golden[n] for n in names if n in trial.golden]
 
 
-# --- a few rows ------------------------------------------------------------------------------------------------------
-
 _FEW = 8
 """Chosen: rows that a wrong call is cut to; half of them are the worst ones, the others lie between them."""
 _CACHED = ("Attention", "MLAAttention")
@@ -485,13 +480,10 @@ class _SomeRows:
 
 
 def _of_worst_request(trial: Trial) -> _SomeRows:
-    off = _errors(trial)
-    if off is None:
-        raise Declined("its output has no rows")
+    off = required(_errors(trial), "its output has no rows")
     found = [(float(off[at].amax()), -k, x) for k, x in enumerate(trial.call.extra["cache"].requests(True))
              for at in (x[0],) if len(at)]  # fmt: skip
-    if not found:
-        raise Declined("no row has its whole history")
+    decline_if(not found, "no row has its whole history")
     at, positions, past = max(found, key=lambda x: x[:2])[2]
     some = _picked(off[at])
     return _SomeRows((at[some], positions[some], past))

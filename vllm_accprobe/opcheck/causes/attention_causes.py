@@ -34,7 +34,7 @@ from vllm_accprobe.opcheck.causes.api import (
     with_value,
 )
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.attention import attend, attention_settings, scale_of
 from vllm_accprobe.opcheck.references.caches import cache_format
 
@@ -84,9 +84,6 @@ def by_requests(trial: Trial, y: Callable[[Any, Any, Any, Any, dict[str, Any]], 
     for at, positions, past in trial.extra("cache").requests(True):
         value[at] = y(q[at], *_keys_and_values(past, kv), positions, how)
     return with_value(trial, value)
-
-
-# --- settings --------------------------------------------------------------------------------------------------------
 
 
 def _head_size(call: Call) -> int:
@@ -164,9 +161,6 @@ def _windows(trial: Trial) -> Iterator[Guess]:
         yield Guess(found, choices=float(len(worst.k)))
 
 
-# --- heads -----------------------------------------------------------------------------------------------------------
-
-
 def _by_heads(at: Callable[[Any], Any], heads: int) -> Callable[[Any], Any]:
     """``at`` of the heads [rows, heads, d] of a tensor of any shape."""
     return lambda t: at(t.reshape(t.shape[0], heads, -1)).reshape(t.shape)
@@ -174,8 +168,7 @@ def _by_heads(at: Callable[[Any], Any], heads: int) -> Callable[[Any], Any]:
 
 def _heads_in_turn(trial: Trial, _: Any) -> Expected:
     heads, kv, _head = sizes(trial.call)
-    if kv in (1, heads):
-        raise Declined("each order is the same")
+    decline_if(kv in (1, heads), "each order is the same")
     order = torch.arange(heads).reshape(-1, kv).T.flatten()  # by the key head that each should read
     query = _by_heads(lambda t: t[:, order], heads)(trial.call.tensor("query"))
     found = trial.evaluate(edited(trial.call, inputs={"query": query}))["output.0"]
@@ -185,9 +178,6 @@ def _heads_in_turn(trial: Trial, _: Any) -> Expected:
 
 def _heads_shifted(trial: Trial, n: int) -> Expected:
     return moved(trial.plain["output.0"], _by_heads(lambda t: t.roll(n, 1), sizes(trial.call)[0]))
-
-
-# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -369,9 +359,6 @@ def _taken(past: Past, key: str, value: str) -> dict[str, Any]:
     return {n: past[m].reshape(past[n].shape) for n, m in (("key", key), ("value", value))}
 
 
-# --- searches --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class WorstRequest:
     """Rows of the request that is furthest off: queries, mine's output and the reference's [n, heads, ...], positions
@@ -408,8 +395,7 @@ def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[WorstRequest]:
         size = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))
         if size > 0.0:
             off.append((size, number, at, positions, past))
-    if not off:
-        raise Declined("no request is off")
+    decline_if(not off, "no request is off")
     found, dtype = list[WorstRequest](), trial.dtype("output.0")
     for _, number, at, positions, past in sorted(off, key=lambda x: (-x[0], x[1]))[:most]:
         k, v = _keys_and_values(past, kv)

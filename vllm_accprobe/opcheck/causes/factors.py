@@ -85,9 +85,6 @@ def _plus(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
     return {role: replace(plain, value=plain.value + value)}
 
 
-# --- columns ---------------------------------------------------------------------------------------------------------
-
-
 def _wrong_columns(trial: Trial, role: str, y: Any, mine: Any) -> list[int]:
     """Of the last dimension, those whose elements are off in the wrong rows."""
     noise = trial.plain[role].noise
@@ -151,9 +148,6 @@ def _with_columns(e: Expected, columns: tuple[int, ...], factor: float, read: Ex
     noise = either(none if e.noise is None else e.noise, none if other.noise is None else other.noise)
     value = torch.where(some, other.value, e.value)
     return replace(other, value=value, noise=noise, bound=either(e.bound, other.bound))
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def summed_ranks(trial: Trial) -> list[int]:

@@ -104,9 +104,6 @@ def _short(trial: Trial, n: int) -> Expected:
     return replace(rounded_once(trial, "output.0"), value=value)
 
 
-# --- adapters --------------------------------------------------------------------------------------------------------
-
-
 def _adapters(trial: Trial) -> RowAdapters:
     found: RowAdapters = trial.extra("adapters")
     return found
@@ -134,9 +131,6 @@ def _adapter_scaling(trial: Trial, words: str) -> Call:
     weights = {name: {part: {**w, "scaling": w["scaling"] ** 2 if words == "applied twice" else 1.0}
                       for part, w in parts.items()} for name, parts in rows.weights.items()}  # fmt: skip
     return edited(trial.call, extra={"adapters": replace(rows, weights=weights)})
-
-
-# --- logits ----------------------------------------------------------------------------------------------------------
 
 
 def _orders(trial: Trial) -> Iterator[Guess]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.causes.api import SETTING, CauseRow, Guess, Trial, decline, edited, fits, named, others
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, required
 from vllm_accprobe.opcheck.references import norms
 
 RMS = ("RMSNorm", "*RMSNorm", "*RMSNormFused")
@@ -32,9 +32,7 @@ def normed_input(call: Call) -> Any:
 
 
 def _parts(trial: Trial) -> norms.NormParts:
-    parts = norms.parts_of(trial.call)
-    if parts is None:
-        raise Declined("no norm whose parts are known")
+    parts = required(norms.parts_of(trial.call), "no norm whose parts are known")
     return parts
 
 

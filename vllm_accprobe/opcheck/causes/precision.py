@@ -37,7 +37,7 @@ from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
 from vllm_accprobe.opcheck.causes.rotary import ROTARY, at, by_table
 from vllm_accprobe.opcheck.causes.routing_causes import EXPERTS
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if
 from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.quantised import weight_of
 
@@ -54,9 +54,6 @@ _WORK = 1 << 28
 """Chosen: sums in full that are worked on, a second's."""
 _UNSURE = 0.5
 """Chosen: share of elements whose coarse rounding may go either way from which on it says nothing."""
-
-
-# --- grids -----------------------------------------------------------------------------------------------------------
 
 
 def _bits(n: int, turn: Callable[[Tensor], Tensor] = torch.round) -> Callable[[Tensor], Tensor]:
@@ -86,8 +83,7 @@ def _scaled(most: float, code: Callable[[Tensor], Tensor], size: int | None, own
     the numbers that they stand for are rounded to the tensor's dtype."""
 
     def to(x: Tensor) -> Tensor:
-        if size and (x.shape[-1] % size or x.shape[-1] == size):
-            raise Declined("no whole blocks")
+        decline_if(size and (x.shape[-1] % size or x.shape[-1] == size), "no whole blocks")
         y = x.float().unflatten(-1, (-1, size)) if size else x.float()  # as kernels do: half codes are frequent
         top = y.abs().amax() if size is None else y.abs().amax(-1, keepdim=True)
         step = top.clamp(min=1e-30) / most
@@ -149,13 +145,9 @@ def _best_of(change: Change, values: Callable[[Trial], Sequence[Any]] | Sequence
     return lambda trial: _best(change, trial, values(trial) if callable(values) else values)
 
 
-# --- inputs and weights ----------------------------------------------------------------------------------------------
-
-
 def _on_grid(x: Tensor, grid: str) -> Tensor:
     y = GRIDS[grid](x)
-    if bool((y == x.double()).all()):
-        raise Declined("it is on that grid")
+    decline_if(bool((y == x.double()).all()), "it is on that grid")
     return y
 
 
@@ -228,12 +220,8 @@ def _scale_of_other_tensor(trial: Trial, parameter: tuple[str, str, str]) -> Cal
     name, other, how = parameter
     own, found = trial.call.stored(name), trial.call.stored(other).double()
     found = found.amax() if how.startswith("the") else 1.0 / found if how else found
-    if found.numel() not in (1, own.numel()):
-        raise Declined("it is of another form")
+    decline_if(found.numel() not in (1, own.numel()), "it is of another form")
     return edited(trial.call, params={name: (found.expand if found.numel() == 1 else found.reshape)(own.shape)})
-
-
-# --- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def _coarse(trial: Trial, role: str, to: Callable[[Tensor], Tensor]) -> Expected:
@@ -245,8 +233,7 @@ def _coarse(trial: Trial, role: str, to: Callable[[Tensor], Tensor]) -> Expected
     low, value, high = (to(x).double() for x in before)
     width = (high - low).abs()  # more than the step that it may be off in any case
     width = torch.where(width > 1.5 * (before[2].double() - before[0].double()).abs(), width, 0.0)
-    if float((width > 0).double().mean()) > _UNSURE:
-        raise Declined("where it was rounded to is not known")
+    decline_if(float((width > 0).double().mean()) > _UNSURE, "where it was rounded to is not known")
     bound = None if e.bound is None else e.bound + width
     return replace(e, value=value, noise=combined(e.noise, width), bound=bound, exact=None)
 
@@ -290,8 +277,6 @@ def _wrapped(trial: Trial, top: float) -> Any:
     return value - 2.0 * top * torch.floor((value + top) / (2.0 * top))
 
 
-# --- sums ------------------------------------------------------------------------------------------------------------
-
 _RUNNING, _BIASED, _PARTS = "rounded after each", "from the bias on, rounded after each", "each part rounded"
 
 
@@ -326,8 +311,7 @@ def _low_sum(trial: Trial, parameter: tuple[int, str]) -> Any:
     weight, bias = weight_of(trial.call), trial.call.params.get("bias")
     x = linear_input(trial.call)[1]
     x = x.reshape(-1, x.shape[-1])
-    if len(x) * len(weight) * (x.shape[1] // parameter[0]) > _WORK:
-        raise Declined("too many sums")
+    decline_if(len(x) * len(weight) * (x.shape[1] // parameter[0]) > _WORK, "too many sums")
     return _sum(x, weight, bias, *parameter, trial.mine().dtype)
 
 
@@ -354,9 +338,6 @@ def _low_variance(trial: Trial, parameter: tuple[str, int, str]) -> Any:
     for part in squares.unflatten(-1, (-1, block)).sum(-1).split(1, -1):
         total = to(total + part)
     return by_root(trial, (total / x.shape[-1] + own_epsilon(trial)).sqrt())
-
-
-# --- rotary tables, sigmoids, experts --------------------------------------------------------------------------------
 
 
 def _coarse_table(trial: Trial, grid: str) -> dict[str, Expected]:
@@ -400,9 +381,6 @@ def _coarse_gate(trial: Trial, parameter: tuple[str, str]) -> Any:
     return (to(f(gate).to(dtype)) if part == "activated gate" else f(gate)) * up
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
 def _coarse_cache(trial: Trial, parameter: tuple[str, str]) -> Call:
     (which, grid), kv = parameter, sizes(trial.call)[1]
 
@@ -423,14 +401,12 @@ _PLACES = ("scores", "exponentials", "probabilities")
 
 def _coarse_softmax(trial: Trial, parameter: tuple[str, str]) -> Expected:
     where, grid = parameter
-    if trial.mine().numel() > _LARGE:
-        raise Declined("too large")
+    decline_if(trial.mine().numel() > _LARGE, "too large")
     to = {place: GRIDS[grid] if place == where else lambda x: x for place in _PLACES}
 
     def y(q: Any, k: Any, v: Any, positions: Any, how: dict[str, Any]) -> Any:
         how = {n: x for n, x in how.items() if n != "step"}
-        if how.pop("sinks") is not None:
-            raise Declined("a softmax without sinks")
+        decline_if(how.pop("sinks") is not None, "a softmax without sinks")
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         s = to["scores"](attention.scores(q, k, positions=positions, **how)).nan_to_num(-math.inf)
         e = torch.exp(s - s.amax(-1, keepdim=True))

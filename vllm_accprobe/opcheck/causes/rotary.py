@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.causes.api import (
     others,
     with_value,
 )
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references import rotary
 
 ROTARY = ("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
@@ -59,14 +59,12 @@ def _bases(trial: Trial) -> Iterator[Guess]:
 
 
 def _no_scaling(trial: Trial, _: Any) -> Call:
-    if trial.call.cls == _PLAIN:
-        raise Declined("it has none")
+    decline_if(trial.call.cls == _PLAIN, "it has none")
     return replace(trial.call, cls=_PLAIN)
 
 
 def _kinds(trial: Trial) -> list[str]:
-    if "factor" not in rotary.settings(trial.call.config):
-        raise Declined("config.json has no factor")
+    decline_if("factor" not in rotary.settings(trial.call.config), "config.json has no factor")
     return [cls for cls in _SCALED if cls != trial.call.cls]
 
 

@@ -31,9 +31,6 @@ _WEIGHTS = "input.topk_weights"
 _BLOCKS = ("MoERunner", "FusedMoE", "*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 
 
-# --- how they are chosen and weighed ---------------------------------------------------------------------------------
-
-
 def _routed(trial: Trial, by: int = 0, **changed: Any) -> dict[str, Expected]:
     """The weights of experts whose numbers are ``by`` smaller, with other settings of `route`."""
     call, logits = trial.call, trial.extra("router_logits")
@@ -50,9 +47,6 @@ def _factors(trial: Trial) -> list[Guess]:
 
 def _renormalised(trial: Trial) -> bool:
     return bool(moe.choosing(trial.call)["renormalize"])
-
-
-# --- what they compute -----------------------------------------------------------------------------------------------
 
 
 def _tensors(trial: Trial) -> tuple[Any, Any, Any, Any, Any]:
@@ -101,9 +95,6 @@ def _fewer(trial: Trial, k: int) -> Expected:
     weights = trial.call.wide("topk_weights").clone()
     weights[:, k:] = 0
     return _experts(trial, weights=weights)
-
-
-# --- one expert, or the shared ones ----------------------------------------------------------------------------------
 
 
 def _of_expert(trial: Trial, e: int) -> Any:

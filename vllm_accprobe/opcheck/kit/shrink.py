@@ -154,9 +154,6 @@ def least(
     return torch.cat(blocks), tried
 
 
-# --- what a call may be cut along ------------------------------------------------------------------------------------
-
-
 def _views(call: Call) -> Iterator[tuple[str, Any, MemoryLayout]]:
     for place, view in call.views.items():
         name = place.removeprefix("inputs.")
@@ -258,9 +255,6 @@ def columns(call: Call, bench: Bench) -> CutAxis | None:
     return CutAxis("columns", n, lambda c, at: replace(
         c, params={k: t[at] for k, t in c.params.items()}, outputs={k: t[..., at] for k, t in c.outputs.items()}
     ))  # fmt: skip
-
-
-# --- other numbers in it ---------------------------------------------------------------------------------------------
 
 
 def _redrawn(call: Call) -> Call | None:

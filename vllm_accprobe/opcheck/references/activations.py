@@ -190,8 +190,6 @@ def at_once(call: Call) -> Expected:
     return Expected(y, bound=torch.zeros((), dtype=torch.float64) if call.cls == "ReLU" else APPROXIMATE * y.abs())
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
 _HERE: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
     silu: F.silu, gelu: F.gelu, gelu_tanh: lambda x: F.gelu(x, approximate="tanh"), quick_gelu: quick_gelu,
     relu2: lambda x: F.relu(x).square(),

@@ -97,9 +97,6 @@ def function(call: Call) -> dict[str, Expected]:
     return in_float64(ready(call), torch_function(call.cls), name in _CASTS)
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel("Functional.*", "Torch.*", "Tensor.*", "VF.*")
 def api_kernel(call: Call) -> dict[str, Any]:
     """The function itself, where its tensors lie."""

@@ -369,9 +369,6 @@ def _spread(value: Any, other: Any | None) -> Any:
     return _WIDER * change
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel("*.*", "torch.ops.*")
 def operator_kernel(call: Call) -> dict[str, Any]:
     """An aten or vendor operator itself, on the device of its tensors."""

@@ -479,9 +479,6 @@ def reads_cache(call: Call) -> Expected:
     raise Declined("reads the KV cache, which is not kept: its module's call is checked instead")
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 def _sdpa(q: Any, k: Any, v: Any, scale: float, mask: Any | None = None) -> Any:
     """q [n, heads, d], k and v [m, kv heads, ...] of one sequence; mask added to the scores or None."""
     share = q.shape[1] // k.shape[1]

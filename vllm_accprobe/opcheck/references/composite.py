@@ -269,8 +269,7 @@ class Formula:
         if tensor.numel() == 1 or tuple(tensor.shape) == tuple(self._shape[-1:]):  # a factor, a bias
             tensor = tensor.reshape(()) if tensor.numel() == 1 else tensor
             return Expected(tensor.double().expand(self._shape))
-        if tensor.numel() != self._size:
-            raise Declined("a part whose output has another shape")
+        decline_if(tensor.numel() != self._size, "a part whose output has another shape")
         return Expected(tensor.double().reshape(self._shape))
 
     def _records(self, path: str, role: str) -> list[Any]:
@@ -285,8 +284,7 @@ class Formula:
         found, read = self._records(path, f"output.{k}"), self._call.extra.get("read")
         if len(found) != 1 or read is None:
             raise Declined(f"{path} was called {len(found)} times" if len(found) > 1 else f"{path} was not captured")
-        if getattr(found[0].layout, "kind", "") == "partial":
-            raise Declined("a sum over ranks")
+        decline_if(getattr(found[0].layout, "kind", "") == "partial", "a sum over ranks")
         return self._here(read(found[0]))
 
     def _is_there(self, node: ast.expr) -> bool:
@@ -419,8 +417,7 @@ def _usual_layer(call: Call) -> dict[str, Expected]:
     attention = "self_attn" if "self_attn" in parts else "attn"
     # norms behind the attention or the MLP, as Gemma has them, are in the sum and would have to be known
     norms_behind = {"pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_layernorm"}
-    if not parts >= {attention, "mlp"} or parts & norms_behind:
-        raise Declined("a layer that adds its residual itself")
+    decline_if(not parts >= {attention, "mlp"} or parts & norms_behind, "a layer that adds its residual itself")
     x, factor = "hidden_states" if "hidden_states" in call.inputs else "_0", residual_factor(call)
     times = "" if factor == 1.0 else f"{factor!r} * "
     a, m = f"{times}{attention}[0]", f"{times}mlp[0]"
@@ -748,15 +745,11 @@ def opaque_write(call: Call) -> dict[str, Expected]:
     return {"output.0": equal(out)}
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
 def convolution_kernel(call: Call) -> Any:
     x, w = call.tensor("x", "input", "0"), weight_here(call)
     stride = list(call.attr("stride", default=list(w.shape[2:])))
     padding, groups = call.attrs.get("padding", 0), int(call.attr("groups", default=1))
-    if isinstance(padding, str):
-        raise Declined("a padding that is named")
+    decline_if(isinstance(padding, str), "a padding that is named")
     run = F.conv2d if w.dim() == 4 else F.conv3d
     return run(x, w, call.params.get("bias"), stride, padding, call.attrs.get("dilation", 1), groups)

@@ -334,9 +334,6 @@ def collective(call: Call) -> Expected:
     raise Declined("a collective whose other ranks were not captured")
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel(
     "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
     "MergedReplicatedLinear", "*ParallelLinear", "Linear", "*Linear", "RowParallelLinear", "ParallelLMHead",

@@ -310,9 +310,6 @@ def experts(call: Call) -> Expected:
     return expert_mlps(x, weights, w13, w2, activation_of(call), call.unit, apart=True)
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel("UnquantizedFusedMoEMethod")
 def experts_kernel(call: Call) -> Any:
     x, ids, weights = call.tensor("x"), call.tensor("topk_ids"), call.tensor("topk_weights")

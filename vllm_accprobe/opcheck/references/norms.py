@@ -370,9 +370,6 @@ def mamba_norm(call: Call) -> Expected:
     return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 def _rms_here(x: Any, weight: Any | None, eps: float) -> Any:
     """F.rms_norm, or its formula in float32 where torch is older than 2.4."""
     if hasattr(F, "rms_norm"):

@@ -244,9 +244,6 @@ def rotary_embedding(call: Call) -> dict[str, Expected]:
     return found
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
 def rotary_kernel(call: Call) -> dict[str, Any]:
     """Cosines and sines in float64 on the CPU, rounded to the dtype; the rotation itself on the device."""

@@ -210,9 +210,6 @@ def slot_mapping(call: Call) -> dict[str, Expected]:
     return {"inplace.input.3": Expected(out, rows=known, reason="no row of the batch")}
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel(*_NORMALISED)
 def normalised_kernel(call: Call) -> Any:
     return _NORMALISED[call.cls](call.tensor("input", "x", "0"), int(call.attr("dim", default=-1)))

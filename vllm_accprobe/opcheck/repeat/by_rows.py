@@ -21,7 +21,7 @@ import torch
 
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, decline_if
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
@@ -75,22 +75,19 @@ def _along(call: Call) -> Axes:
     """Reductions and the like along dimensions that are not the rows'."""
     x, dims = call.args[0], _arg(call, 1, "dim")
     dims = [dims] if isinstance(dims, int) else dims
-    if x.dim() < 2 or not dims or any(d % x.dim() == 0 for d in dims):
-        raise Declined(NONE)
+    decline_if(x.dim() < 2 or not dims or any(d % x.dim() == 0 for d in dims), NONE)
     return {0: 0}
 
 
 def _topk(call: Call) -> Axes:
     x, dim = call.args[0], _arg(call, 2, "dim")
-    if x.dim() and (dim if isinstance(dim, int) else -1) % x.dim() == 0:
-        raise Declined(NONE)
+    decline_if(x.dim() and (dim if isinstance(dim, int) else -1) % x.dim() == 0, NONE)
     return _first(call)
 
 
 def _first(call: Call, least: int = 2) -> Axes:
     """Of an input of so many dimensions or more."""
-    if call.args[0].dim() < least:
-        raise Declined(NONE)
+    decline_if(call.args[0].dim() < least, NONE)
     return {0: 0}
 
 
@@ -101,8 +98,7 @@ def _layer_norm(call: Call) -> Axes:
 def _sdpa(call: Call) -> Axes:
     mask = _arg(call, 3, "attn_mask")
     mask = mask if mask is not None else call.kwargs.get("attn_bias")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[0] > 1:
-        raise Declined("a mask for each request")
+    decline_if(isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[0] > 1, "a mask for each request")
     return {0: 0, 1: 0, 2: 0}
 
 
@@ -137,8 +133,7 @@ def axes_of(call: Call, references: References) -> RowAxes:
         return _of_module(call, references)
     name = call.cls.removeprefix("torch.ops.")
     parts = name.split(".")
-    if len(parts) < 2:
-        raise Declined(NONE)
+    decline_if(len(parts) < 2, NONE)
     rule = (_ATEN if parts[0] == "aten" else _VENDOR if parts[0] in ("_C", "vllm") else {}).get(parts[1])
     try:
         if rule is None:
@@ -162,11 +157,9 @@ def _counted(call: Call, args: Axes, word: str = "row") -> RowAxes:
 
 
 def _enough(sizes: set[int], args: Axes, inputs: Mapping[str, int], word: str) -> RowAxes:
-    if len(sizes) != 1:
-        raise Declined(NONE)
+    decline_if(len(sizes) != 1, NONE)
     (count,) = sizes
-    if count < 2:
-        raise Declined(f"a single {word}: nothing to compare it with")
+    decline_if(count < 2, f"a single {word}: nothing to compare it with")
     return RowAxes(count, args, inputs, word)
 
 
@@ -174,11 +167,9 @@ def _pointwise(call: Call) -> RowAxes:
     """An elementwise operator: rows along the first dimension of whatever has that of the result."""
     operator = aten.of(call.cls)
     overloads = [operator] if hasattr(operator, "tags") else [getattr(operator, n) for n in operator.overloads()]
-    if not all(torch.Tag.pointwise in o.tags for o in overloads):
-        raise Declined(NONE)
+    decline_if(not all(torch.Tag.pointwise in o.tags for o in overloads), NONE)
     tensors = {k: v for k, v in enumerate(call.args) if isinstance(v, torch.Tensor)}
-    if any(isinstance(v, torch.Tensor) for v in call.kwargs.values()):
-        raise Declined(NONE)
+    decline_if(any(isinstance(v, torch.Tensor) for v in call.kwargs.values()), NONE)
     dims = max((t.dim() for t in tensors.values()), default=0)
     whole = {k: t for k, t in tensors.items() if t.dim() == dims}
     count = max((t.shape[0] for t in whole.values()), default=0) if dims else 0
@@ -188,10 +179,8 @@ def _pointwise(call: Call) -> RowAxes:
 def _of_module(call: Call, references: References) -> RowAxes:
     if call.cls.endswith("Attention") and "cache" in call.extra:
         raise Declined("runs here request by request, whoever else is in the batch")
-    if not references.by_rows(call.cls) and not any(fnmatchcase(call.cls, g) for g in _MODULES):
-        raise Declined(NONE)
-    if call.extra.get("ranks"):
-        raise Declined("adds up over ranks")
+    decline_if(not references.by_rows(call.cls) and not any(fnmatchcase(call.cls, g) for g in _MODULES), NONE)
+    decline_if(call.extra.get("ranks"), "adds up over ranks")
     counts = {t.shape[0] for t in call.inputs.values() if isinstance(t, torch.Tensor) and t.dim()}
     if any(not isinstance(t, torch.Tensor) for t in call.inputs.values()) or len(counts) != 1:
         raise Declined("its inputs do not have the same number of rows")
@@ -253,8 +242,7 @@ def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) 
         call = kernels.ready(captured.what)
         axes = axes_of(call, kernels.references)
         sizes = options.of(axes.count)
-        if not sizes:
-            raise Declined(f"{axes.count} {axes.word}s: none of these sizes is smaller")
+        decline_if(not sizes, f"{axes.count} {axes.word}s: none of these sizes is smaller")
         whole = _run(kernels, call)
         again = _run(kernels, call)
         found = _pieces(kernels, call, axes, sizes, whole)

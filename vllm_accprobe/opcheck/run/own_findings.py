@@ -180,9 +180,6 @@ def _cls(modules: Mapping[tuple[int, str], Module], rank: int, tap: str) -> str:
     return modules[rank, tap].cls if (rank, tap) in modules else ""
 
 
-# --- weights against the checkpoint ----------------------------------------------------------------------------------
-
-
 def _against_checkpoint(
     dump: Any, side: WeightHistory, model: Path, modules: Mapping[tuple[int, str], Module], out: OwnFindings
 ) -> None:

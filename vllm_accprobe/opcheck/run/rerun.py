@@ -168,8 +168,6 @@ class Golden:
         return found or Declined("golden has no output of this shape")
 
 
-# --- vLLM's own native code --------------------------------------------------------------------------------------
-
 _MODULES = {
     "vllm.model_executor.layers.layernorm": ("RMSNorm", "GemmaRMSNorm"),
     "vllm.model_executor.layers.activation": (

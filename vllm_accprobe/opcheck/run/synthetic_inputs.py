@@ -21,7 +21,7 @@ from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.operator_calls import FINGERPRINT, LOST, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, decline_if
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import tensors_by_role
@@ -72,8 +72,7 @@ def check(
     were drawn."""
     c = captured
     try:
-        if c.missing:
-            raise Declined(c.missing)
+        decline_if(c.missing, c.missing)
         made = _made(c.what if weaker else closed(c.what, references), references, device, weaker)
     except (Declined, RuntimeError, ValueError) as why:
         text = c.missing or (_why_not(why) if weaker else f"cannot be run here: {_line(why)}")
@@ -159,6 +158,5 @@ def _made(call: Call, references: References, device: str, weaker: bool) -> Mapp
     if isinstance(found, Declined):
         raise found
     roles = [r for r in call.outputs if r in found] or [r for r in found if r.startswith("output.")]
-    if not roles:
-        raise Declined("nothing that was captured comes out of it")
+    decline_if(not roles, "nothing that was captured comes out of it")
     return {r: found[r].detach().to("cpu") for r in roles}

@@ -113,8 +113,7 @@ def _by_request(
 def lengths(t: Tensor, rows: int) -> list[int]:
     """Of requests in a batch of ``rows`` rows; raises Declined."""
     found = [int(n) for n in t.reshape(-1)]
-    if any(n < 0 for n in found) or sum(found) > rows:
-        raise Declined(f"lengths of {sum(found)} rows where there are {rows}")
+    decline_if(any(n < 0 for n in found) or sum(found) > rows, f"lengths of {sum(found)} rows where there are {rows}")
     return found
 
 
@@ -171,8 +170,7 @@ def _pa_encoder(o: Operands) -> Expected:
     # [2, batch]: of queries and of keys
     pair = sizes.dim() == 2 and len(sizes) == 2
     own, theirs = (lengths(sizes[j], len(t)) for j, t in enumerate((q, k))) if pair else (lengths(sizes, len(q)),) * 2
-    if sum(theirs) > len(k):
-        raise Declined(f"lengths of {sum(theirs)} keys where there are {len(k)}")
+    decline_if(sum(theirs) > len(k), f"lengths of {sum(theirs)} keys where there are {len(k)}")
     add, starts = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0)), [0, *accumulate(theirs)]
 
     def one(r: int, n: int) -> tuple[Any, ...]:

@@ -154,9 +154,6 @@ def fused(schema: str, *more: str, differentiable: bool = True) -> Callable[[Fus
     return mark
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
 @device_kernel("npu_*", "fast_gelu", *(f"{head}.npu_*" for head in HEADS), *(f"{head}.fast_gelu" for head in HEADS))
 def fused_kernel(call: Call) -> dict[str, Any]:
     """torch_npu's own operator where it is installed; else its formula in float32 on the tensors' device, rounded to
