@@ -12,14 +12,16 @@ Not here: the commands that `accprobe run` starts (run/launcher.py), Ray's worke
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HOME = Path(__file__).resolve().parent
 """This package. A child takes the same, whatever else is installed, and however this process found it."""
@@ -65,6 +67,28 @@ class Child(subprocess.Popen[str]):
         finally:
             os.close(theirs)
 
+    def tell(self, line: str) -> None:
+        """A line to its stdin, which is a pipe. Where it has died, `heard` is None."""
+        assert self.stdin is not None
+        with contextlib.suppress(OSError):
+            self.stdin.write(line + "\n")
+            self.stdin.flush()
+
+    def heard(self) -> dict[str, Any] | None:
+        """The next line of its stdout, which is a pipe: a JSON object. None when it is gone."""
+        assert self.stdout is not None
+        line = self.stdout.readline()
+        return dict(json.loads(line)) if line.endswith("\n") else None
+
+    def end(self) -> None:
+        """Ends it, whatever it is doing."""
+        self.kill()
+        self.wait()
+        for pipe in (self.stdin, self.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
     def _let_go(self) -> None:
         ours, self._ours = self._ours, -1
         if ours >= 0:
@@ -74,6 +98,13 @@ class Child(subprocess.Popen[str]):
         if getattr(self, "_ours", -1) >= 0:
             self._let_go()
         super().__del__(*args)  # type: ignore[misc]  # typeshed does not know it
+
+
+def own_stdout() -> TextIO:
+    """A child's stdout for lines to its parent; what a library or a kernel prints goes to stderr from now on."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return channel
 
 
 def how_it_ended(process: subprocess.Popen[Any]) -> str:

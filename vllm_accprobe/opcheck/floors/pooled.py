@@ -13,6 +13,7 @@ Elsewhere: the rows' own limits (verdict.py), what is computed from coverage (pr
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -179,14 +180,12 @@ class OutlierLayer:
 
 def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> list[OutlierLayer]:
     """Those of mine that are outliers among sibling layers at ``rate`` for all of them together, by Bonferroni."""
-    mine = [p for p in mine if p.ratio > 0]
-    groups: dict[tuple[str, str, str], list[Pooled]] = {}
-    for p in mine:
-        groups.setdefault((p.cls, p.role, p.dtype), []).append(p)
-    theirs: dict[tuple[str, str, str], list[Pooled]] = {}
-    for p in golden:
-        if p.ratio > 0:
-            theirs.setdefault((p.cls, p.role, p.dtype), []).append(p)
+    groups: dict[tuple[str, str, str], list[Pooled]] = defaultdict(list)
+    theirs: dict[tuple[str, str, str], list[Pooled]] = defaultdict(list)
+    for by_kind, side in ((groups, mine), (theirs, golden)):
+        for p in side:
+            if p.ratio > 0:
+                by_kind[p.cls, p.role, p.dtype].append(p)
     tests = sum(len(g) for g in groups.values() if len(g) > LEAST)
     found = []
     for key, group in groups.items():

@@ -142,21 +142,31 @@ class Bench:
         return found
 
 
+def loaded(name: str) -> Any:
+    """A module by its name or by the path of its file. Raises ValueError with a sentence."""
+    path = Path(name).resolve()
+    if name.endswith(".py") and not path.is_file():
+        raise ValueError("there is no such file")
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:  # a library may raise anything while it is imported
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from None
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """The function of ``package.module:name`` or ``path/to/file.py:name``. Raises ValueError with a sentence."""
     place, _, attribute = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).resolve())
-            if spec is None or spec.loader is None:
-                raise ValueError("there is no such file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        found = getattr(module, attribute, None)
-    except Exception as error:  # a library may raise anything while it is imported
-        raise ValueError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}") from None
+        found = getattr(loaded(place), attribute, None)
+    except ValueError as why:
+        raise ValueError(f"{name}: {why}") from None
     if not callable(found):
         raise ValueError(f"{name}: {place} has no function {attribute}")
     return found  # type: ignore[no-any-return]

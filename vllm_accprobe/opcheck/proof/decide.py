@@ -494,16 +494,8 @@ def _entry(b: ReplayFinding, known: OriginEntry | None) -> OriginEntry:
             at |= {"role": b.role, "shape": b.message}
         return cast("OriginEntry", known | at)
     return cast("OriginEntry", at | {
-        "module": b.tap,
-        "class": b.cls,
-        "role": b.role,
-        "request": b.request,
-        "position": b.position,
-        "phase": b.phase,
-        "created": b.created,
-        "propagated": b.propagated,
+        "module": b.tap, "class": b.cls, "role": b.role, "request": b.request, "position": b.position, "phase": b.phase,
+        "created": b.created, "propagated": b.propagated,
         "floor": b.created / by if (by := b.times or b.severity) and math.isfinite(by) else 0.0,
-        "rows": b.rows,
-        "worst": b.created,
-        "shape": b.message,
-    })
+        "rows": b.rows, "worst": b.created, "shape": b.message,
+    })  # fmt: skip

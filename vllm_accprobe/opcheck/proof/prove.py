@@ -275,12 +275,18 @@ def _moved(
         return None
     call = captured.what
     reads = _Read({**(call.attrs if own else call.parent), **golden})
-    first = references.evaluate(call)
-    second = references.evaluate(replace(call, attrs=reads) if own else replace(call, parent=reads))
+    most = _apart(references, captured, **{"attrs" if own else "parent": reads})
+    return None if most is None else (most, reads.read & set(golden))
+
+
+def _apart(references: References, captured: Captured, **changed: Any) -> float | None:
+    """How many times what rounding allows an output moves at most where these fields of the call are changed; None
+    where one of the two has no reference."""
+    call = captured.what
+    first, second = references.evaluate(call), references.evaluate(replace(call, **changed))
     if isinstance(first, Declined) or isinstance(second, Declined):
         return None
-    most = max((times for times in _effect_by_output(captured, first, second)), default=0.0)
-    return most, reads.read & set(golden)
+    return max(_effect_by_output(captured, first, second), default=0.0)
 
 
 _OF_THE_RUN = re.compile(r"(^|[._])(tp|ep|pp|dp|pcp|dcp|sp|rank|ranks|local|shard|shards|start|end)($|_)|partition|"
@@ -312,8 +318,10 @@ def computed_otherwise(
                     found[tap] = f"its {n} is {own.attrs[n]}, golden's is {v}"
             if own.cls == theirs.cls and tap not in found and (says := _coded(sides, references, own, theirs, calls)):
                 found[tap] = says
-            if own.cls != theirs.cls and any(_is_other(references, c, theirs) for c in calls):
-                found[tap] = f"it is a {own.cls}, golden's is a {theirs.cls}"
+            if own.cls != theirs.cls:  # with its constants where mine has none
+                moved = (_apart(references, c, cls=theirs.cls, attrs={**theirs.attrs, **c.what.attrs}) for c in calls)
+                if any((m or 0.0) > 1.0 for m in moved):
+                    found[tap] = f"it is a {own.cls}, golden's is a {theirs.cls}"
     return found
 
 
@@ -329,9 +337,10 @@ def _coded(
     if not code:
         return ""
     if due is None:
-        by_class = [(c, _by_class(references, c)) for c in calls if package(golden) in ("", package(own))]
-        moved = any(max(_effect_by_output(c, first, second), default=0.0) > 1.0 for c, both in by_class if both
-                    for first, second in [both])  # fmt: skip
+        plain = [{n: v for n, v in c.what.attrs.items() if n != FORWARD} for c in calls]
+        moved = package(golden) in ("", package(own)) and any(
+            (_apart(references, c, attrs=attrs) or 0.0) > 1.0 for c, attrs in zip(calls, plain, strict=True)
+        )
         return _NOT_ITS_CLASS_S if moved and _right_by_class(sides[0], references, own.tap) else ""
     taps = {m.tap for named in sides[1].modules.values() for m in named.values()}
     if not comparable_code(own, golden, taps):
@@ -339,16 +348,6 @@ def _coded(
     # None: golden's formula has a child that mine did not call
     moves = [_moved(references, c, {FORWARD: due}, True) for c in calls]
     return other_code(code, due) if any(m is None or m[0] > 1.0 for m in moves) else ""
-
-
-def _by_class(
-    references: References, captured: Captured
-) -> tuple[Mapping[str, Expected], Mapping[str, Expected]] | None:  # fmt: skip
-    """What a call gives by its own code and by its class."""
-    call = captured.what
-    first = references.evaluate(call)
-    second = references.evaluate(replace(call, attrs={n: v for n, v in call.attrs.items() if n != FORWARD}))
-    return None if isinstance(first, Declined) or isinstance(second, Declined) else (first, second)
 
 
 def _right_by_class(golden: Calls, references: References, tap: str) -> bool:
@@ -366,16 +365,6 @@ def _right_by_class(golden: Calls, references: References, tap: str) -> bool:
 def _first_calls(calls: Calls, tap: str) -> list[Captured]:
     ranks = [rank for rank, named, _ in calls.taps(()) if named == tap][:1]
     return list(islice((c for rank in ranks for c in calls.of(rank, tap)), _FEW))
-
-
-def _is_other(references: References, captured: Captured, golden: Module) -> bool:
-    """Whether golden's class, with its constants where mine has none, gives other outputs."""
-    call = captured.what
-    first = references.evaluate(call)
-    second = references.evaluate(replace(call, cls=golden.cls, attrs={**golden.attrs, **call.attrs}))
-    if isinstance(first, Declined) or isinstance(second, Declined):
-        return False
-    return max(_effect_by_output(captured, first, second), default=0.0) > 1.0
 
 
 def _effect_by_output(
@@ -442,15 +431,9 @@ def prove(
         truncating={
             t: x + (own.get(t, 0.0) if t in allowed else 0.0) for t, x in _truncated(mine).items() if t in right
         },
-        notes=tuple(
-            filter(
-                None,
-                (
-                    *grids(mine),
-                    sentence((c for c in golden if c.cls not in known.get("golden", ())), " in golden"),
-                    sentence((c for c in mine if c.cls not in known.get("mine", ())), " in mine"),
-                ),
-            )
+        notes=tuple(filter(None, (*grids(mine), *(
+            sentence((c for c in rows if c.cls not in known.get(side, ())), f" in {side}")
+            for side, rows in (("golden", golden), ("mine", mine))))),
         ),
         machines=machines or {},
         allowed=allowed,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import select
 import sys
 import time
@@ -26,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.children import own_stdout
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 _MOST = 64 << 20
@@ -48,8 +48,7 @@ def main() -> int:
     parser.add_argument("--weights", type=Path)
     arguments = parser.parse_args()
     gc.disable()  # what is imported and opened stays; looking through it again and again takes a fifth of that time
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the lines
+    channel = own_stdout()
 
     def say(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")

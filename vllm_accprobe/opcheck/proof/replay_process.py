@@ -88,26 +88,14 @@ class Replay:
 
     def _message(self) -> dict[str, Any] | None:
         """The next one; None when it is gone. The first Ctrl-C ends the replay alone."""
-        assert self._process.stdout is not None
         while True:
             try:
-                line = self._process.stdout.readline()
+                return self._process.heard()
             except KeyboardInterrupt:
                 if self._stopped:
                     raise
                 self._stopped = True
-                self._say("stop")
-                continue
-            if not line.endswith("\n"):
-                return None
-            message: dict[str, Any] = json.loads(line)
-            return message
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it died: its output tells
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+                self._process.tell("stop")
 
     def result(self, wishes: Mapping[str, Any]) -> tuple[str, str]:
         """Waits, and says how far it is: (the proof's text, "") or ("", the last line of the process). wishes: what
@@ -115,7 +103,7 @@ class Replay:
         with waiting(lambda: "the replay reads the dumps"):
             first = self._message() or {}
             if first.get("waits"):
-                self._say(json.dumps(wishes))
+                self._process.tell(json.dumps(wishes))
             plan = (self._message() or {}).get("plan", {})
         calls, of = int(plan.get("calls", 0)), int(plan.get("of", 0))
         label = f"replaying {calls:,} of {of:,} calls (about {plan.get('seconds', 0.0):.0f} s)" if of else "replaying"
@@ -124,7 +112,7 @@ class Replay:
         with progress(label, int(begun.get("of", 0)), steps=True) as to:
             while (message := self._message()) is not None:
                 if "explain" in message:
-                    self._say(json.dumps(wishes))
+                    self._process.tell(json.dumps(wishes))
                 proof = message.get("proof", proof)
                 if "done" in message:
                     to(message["done"])
@@ -137,12 +125,7 @@ class Replay:
 
     def close(self) -> None:
         """Ends it, whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._process.end()
         self._stderr.close()
 
 

@@ -11,7 +11,6 @@ Elsewhere: repeated runs (repeated.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -25,9 +24,9 @@ from vllm_accprobe.opcheck.reference import Call, Declined, decline_if
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
-from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, equal_row, gap_words, largest_gap
+from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, concluded, equal_row, gap_words, largest_gap
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP, WARNING, CheckResult
+from vllm_accprobe.opcheck.run.result_row import ERROR, SKIP, CheckResult
 
 ROWS = "rows"
 """In Call.extra: place → dimension of the rows, of arguments that were marked by hand."""
@@ -138,22 +137,15 @@ def axes_of(call: Call, references: References) -> RowAxes:
     try:
         if rule is None:
             return _pointwise(call)
-        return _counted(
-            call, rule(call), "request" if parts[1].startswith(_REQUESTS) or "scaled_dot" in name else "row"
-        )
+        requests = parts[1].startswith(_REQUESTS) or "scaled_dot" in name
+        return _counted(call, rule(call), "request" if requests else "row")
     except (IndexError, AttributeError, TypeError, ZeroDivisionError):
         raise Declined(NONE) from None
 
 
 def _counted(call: Call, args: Axes, word: str = "row") -> RowAxes:
-    sizes = set()
-    kept: dict[int, int] = {}
-    for k, dim in args.items():
-        value = call.args[k] if k < len(call.args) else None
-        if isinstance(value, torch.Tensor) and dim < value.dim():
-            sizes.add(value.shape[dim])
-            kept[k] = dim
-    return _enough(sizes, kept, {}, word)
+    kept = {k: dim for k, dim in args.items() if isinstance(x := _arg(call, k), torch.Tensor) and dim < x.dim()}
+    return _enough({call.args[k].shape[dim] for k, dim in kept.items()}, kept, {}, word)
 
 
 def _enough(sizes: set[int], args: Axes, inputs: Mapping[str, int], word: str) -> RowAxes:
@@ -259,9 +251,8 @@ def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) 
     floors = None
     for role, sized in found.items():
         if bool(sized.differing.any()) and floors is None:
-            floors = CallFloors.of(
-                kernels.references, kernels.here(captured.what), whole, options.chance, "the whole batch"
-            )
+            call = kernels.here(captured.what)
+            floors = CallFloors.of(kernels.references, call, whole, options.chance, "the whole batch")
         unsteady = role not in again or bool(changed(whole[role], again[role]).any())
         yield _row(captured, role, sized, axes, floors, unsteady, options)
 
@@ -353,7 +344,4 @@ def _row(
         message += "; two runs of the whole batch differ as well: see --repeat"
     wrong = v is None or not v.passed
     message += "; beyond rounding" if wrong else "; within rounding"
-    status = FAIL if wrong or options.strict else WARNING
-    measured = float(v.severity) if v is not None else 2.0
-    return replace(row, status=status, message=message, evidence=json.dumps(about), position=first,
-                   measured=max(measured, 1.0 + 2**-20) if status == FAIL else measured)  # fmt: skip
+    return concluded(row, v, wrong, options.strict, message, about, position=first)

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.calls.case import closed, mapped
+from vllm_accprobe.opcheck.kit.bench import loaded
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
@@ -153,19 +152,9 @@ def function(name: str) -> Any:
 def load_module(name: str, option: str) -> Any:
     """A module by its name or by the path of its file. Raises NotLoaded."""
     try:
-        if not name.endswith(".py"):
-            return importlib.import_module(name)
-        path = Path(name).resolve()
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise NotLoaded(f"{option} {name}: there is no such file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except NotLoaded:
-        raise
-    except Exception as error:  # a library may raise anything while it is imported
-        raise NotLoaded(f"{option} {name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}") from None
+        return loaded(name)
+    except ValueError as why:
+        raise NotLoaded(f"{option} {name}: {why}") from None
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_accprobe.opcheck.plain_csv import safe
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, WARNING, CheckResult
-from vllm_accprobe.opcheck.run.table import Totals
+from vllm_accprobe.opcheck.run.table import Totals, by_class
 
 REPEAT_FILES, ROWS_FILES = ("repeat.json", "repeat.html"), ("rows.json", "rows.html")
 SCHEMA = 1
@@ -48,7 +48,7 @@ def lines(rows: Sequence[CheckResult], totals: Totals, mode: str, most: int | No
         if most is not None and len(groups) > most:
             out.append(f"  ... {len(groups) - most} more: opcheck.csv has all, --verbose shows them")
     out += ["", "class                                calls' outputs  equal  remark   fail"]
-    for cls, mine in _by_class(rows):
+    for cls, mine in by_class(rows):
         count = [sum(r.status == s for r in mine) for s in (PASS, WARNING, FAIL)]
         out.append(f"{safe(cls, 36):<36} {sum(count):>14} {count[0]:>6} {count[1]:>7} {count[2]:>6}")
     crashed = by_tap(rows, ERROR)
@@ -76,14 +76,6 @@ def by_tap(rows: Iterable[CheckResult], status: str) -> list[list[CheckResult]]:
         if r.status == status:
             groups.setdefault((r.rank, r.tap), []).append(r)
     return sorted(groups.values(), key=lambda g: -max(r.severity for r in g))
-
-
-def _by_class(rows: Iterable[CheckResult]) -> list[tuple[str, list[CheckResult]]]:
-    found: dict[str, list[CheckResult]] = {}
-    for r in rows:
-        if r.status in (PASS, WARNING, FAIL):
-            found.setdefault(r.cls, []).append(r)
-    return list(found.items())
 
 
 def to_json(rows: Sequence[CheckResult], totals: Totals, mode: str) -> dict[str, Any]:

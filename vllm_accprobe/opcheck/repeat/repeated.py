@@ -35,7 +35,7 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult
 
 PATTERNS = (0xFF, 0x7B, 0xBE)
 """Chosen: bytes that memory is filled with in turn. 0xFF is NaN in every float format of 8 to 64 bits but e5m2's
@@ -394,10 +394,18 @@ def _switched(captured: Captured, kernels: MachineKernels, before: Mapping[str, 
 
 def equal_row(c: Captured, role: str, output: Any) -> CheckResult:
     """The row of an output that is equal in all runs."""
-    seq = c.records[role].seq if role in c.records else max((r.seq for r in c.records.values()), default=c.seq)
-    row = unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role, dtype=_name(output),
-                    shape=tuple(output.shape))  # fmt: skip
-    return replace(row, measured=0.0, allowed=1.0, message="")
+    row = without_verdict(c, role, c.records.get(role), PASS, "")
+    return replace(row, dtype=_name(output), shape=tuple(output.shape), measured=0.0, allowed=1.0)
+
+
+def concluded(
+    row: CheckResult, v: Verdict | None, wrong: bool, strict: bool, message: str, about: Mapping[str, Any], **more: Any
+) -> CheckResult:
+    """The row of an output that is not equal. v: how far it is off, None where that is not known; strict: any
+    difference fails; about: as JSON has it; more: further fields."""
+    status, measured = FAIL if wrong or strict else WARNING, float(v.severity) if v is not None else 2.0
+    measured = max(measured, 1.0 + 2**-20) if status == FAIL else measured
+    return replace(row, status=status, message=message, evidence=json.dumps(about), measured=measured, **more)
 
 
 def _row(
@@ -420,11 +428,8 @@ def _row(
         if floors is not None and d.furthest is not None:
             v, against = floors.judge(role, d.furthest)
             about |= {"against": against, "furthest": d.gap, "floors": v.value, "allowed": v.limit}
-            size = (
-                "non-finite"
-                if v.measure == "nonfinite"
-                else f"{v.measure} error {v.value:.3g} of {v.limit:.3g} allowed"
-            )
+            size = f"{v.measure} error {v.value:.3g} of {v.limit:.3g} allowed"
+            size = "non-finite" if v.measure == "nonfinite" else size
             message += f"; run {d.furthest_run}: {gap_words(d.gap)}, {size} against {against}"
         if kind == MEMORY:
             message += "; it follows what memory contained before: it reads what nobody wrote"
@@ -433,11 +438,8 @@ def _row(
         else:
             message += "; beyond rounding: a race"
     wrong = kind in (UNWRITTEN, MEMORY) or v is None or not v.passed
-    status = FAIL if wrong or options.strict else WARNING
-    measured = float(v.severity) if v is not None and kind != UNWRITTEN else 2.0
-    return replace(
-        row, status=status, message=f"{message}; {note}" if note else message, evidence=json.dumps(about | at),
-        measured=max(measured, 1.0 + 2**-20) if status == FAIL else measured,
+    return concluded(
+        row, v, wrong, options.strict, f"{message}; {note}" if note else message, about | at,
         position=at["first_rows"][0] if at["first_rows"] else None,
         column=at["first_column"] if at["first_column"] >= 0 else None,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from vllm_accprobe.dump.journal import sentence
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.judge.statistic import BUDGET, PROVED, Budget
+from vllm_accprobe.judge.statistic import BUDGET, Budget
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
@@ -38,7 +38,6 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references.gradients import differentiated, exact_gradients, grad, leaves_of
 from vllm_accprobe.opcheck.run.judged_row import judged, merged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.opcheck.run.result_row import (
-    CACHE,
     ERROR,
     FAIL,
     OURS,
@@ -48,6 +47,7 @@ from vllm_accprobe.opcheck.run.result_row import (
     WARNING,
     CheckResult,
     id_of,
+    of_no_operator,
     unchecked,
 )
 from vllm_accprobe.standards import find
@@ -140,10 +140,9 @@ def cache_rows(dump: Dump) -> Iterator[CheckResult]:
         tap = found.layer or found.first or f"cache group {found.group}"
         runner = is_runners(found)
         text = f"{NOT_THE_MODEL if runner else 'the cache, not the kernel'}: {sentence(found)}"
-        yield replace(
-            unchecked(tap, "runner" if runner else "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE),
-            message=text, request=found.request or None, position=found.low, tier=PROVED,
-        )  # fmt: skip
+        yield of_no_operator(
+            tap, "runner" if runner else "cache", rank, text, request=found.request or None, position=found.low
+        )
 
 
 Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]

@@ -42,7 +42,6 @@ from vllm_accprobe.dump.journal import LOAD, NO_LIVES, WeightPrint
 from vllm_accprobe.dump.record_table import first_of_each_site, of_sites
 from vllm_accprobe.dump.schema import Layout, Module
 from vllm_accprobe.dump.weight_sums import row_keys
-from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.judge.weights import (
     NEVER_WRITTEN,
     WeightHistory,
@@ -53,7 +52,7 @@ from vllm_accprobe.judge.weights import (
     side_of,
 )
 from vllm_accprobe.opcheck.calls.parameters import Checkpoint, Share
-from vllm_accprobe.opcheck.run.result_row import CACHE, FAIL, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.result_row import CheckResult, of_no_operator
 
 CONFIG, WEIGHTS = "config.json", "weights"
 """Classes of rows of opcheck.csv that are of no operator, in addition to ``cache`` and ``runner``."""
@@ -97,14 +96,12 @@ class OwnFindings:
     def rows(self) -> Iterator[CheckResult]:
         """As rows of opcheck.csv that are of no operator."""
         for f in self.runner.faults[:MOST_FOUND]:
-            row = unchecked(f.tap, "runner", f.rank, None, 0, 0, "", status=FAIL, role=CACHE)
-            yield replace(row, message=f"{NOT_THE_MODEL}: {f.says}", request=f.request, position=f.low, tier=PROVED)
+            text = f"{NOT_THE_MODEL}: {f.says}"
+            yield of_no_operator(f.tap, "runner", f.rank, text, request=f.request, position=f.low)
         for m in self.built.mismatches[:MOST_FOUND]:
-            row = unchecked(m.taps[0], CONFIG, 0, None, 0, 0, "", status=FAIL, role=CACHE)
-            yield replace(row, message=f"built otherwise than config.json asks: {m.says}", tier=PROVED)
+            yield of_no_operator(m.taps[0], CONFIG, 0, f"built otherwise than config.json asks: {m.says}")
         for one in self.loaded[:MOST_FOUND]:
-            row = unchecked(one.tap, WEIGHTS, one.rank, None, 0, 0, "", status=FAIL, role=CACHE)
-            yield replace(row, message=f"the weights, not the kernel: {one.says}", tier=PROVED)
+            yield of_no_operator(one.tap, WEIGHTS, one.rank, f"the weights, not the kernel: {one.says}")
 
     def lines(self) -> list[str]:
         """What was checked and what was not, a sentence each."""
@@ -325,14 +322,8 @@ def _explained(
     assert found is not None
     if found.family == ADDRESS:
         return found
-    record = next(
-        (
-            r
-            for r in of_sites(dump.records, lambda site: site.parameter and site.tap == place[1])
-            if (r.rank, r.role) == (place[0], f"param.{place[2]}")
-        ),
-        None,
-    )
+    sites = of_sites(dump.records, lambda site: site.parameter and site.tap == place[1])
+    record = next((r for r in sites if (r.rank, r.role) == (place[0], f"param.{place[2]}")), None)
     if record is not None and record.payload is not None and record.shape == p.shape and piece.is_floating_point():
         mine = _values(dump, record)
         if mine is not None:

@@ -22,10 +22,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
+from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended, own_stdout
 from vllm_accprobe.opcheck.run.job import STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.result_row import ERROR, CheckResult, unchecked
 from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
@@ -72,27 +73,27 @@ class Team:
         # all import torch at the same time
         started = [_WorkerProcess(_shared(job, w)) for w in range(min(max(1, processes), _AT_ONCE))]
         try:
-            answer = started[0].hear()
+            answer = started[0].heard()
             if answer is None:
-                raise RunError(f"opcheck's process {how_it_ended(started[0].process)} while it opened the dump")
+                raise RunError(f"opcheck's process {how_it_ended(started[0])} while it opened the dump")
             if "error" in answer:
                 raise RunError(answer["error"])
         except BaseException:
             for process in started:
-                process.close()
+                process.end()
             raise
         self.taps: list[Tap] = [(t[0], t[1], t[2]) for t in answer["taps"]]
         self.problems: list[str] = list(answer["problems"])
         useful = max(1, min(processes, len(self.taps)))
         self._workers: list[_WorkerProcess | None] = [*started[:useful], *(None,) * (useful - len(started))]
         for process in started[useful:]:
-            process.close()
+            process.end()
         self._fresh = set(range(1, len(started)))
 
     def close(self) -> None:
         for process in self._workers:
             if process is not None:
-                process.close()
+                process.end()
 
     def check(self, taps: Sequence[Tap]) -> Iterator[list[CheckResult]]:
         """The rows of each tap, in their order; taps in work wait until those before them are done."""
@@ -133,7 +134,7 @@ class Team:
             if process is None or w in self._fresh:
                 self._fresh.discard(w)
                 process = self._workers[w] = process or _WorkerProcess(_shared(self.job, w))
-                answer = process.hear()
+                answer = process.heard()
                 if answer is None or "error" in answer:
                     raise RunError(f"opcheck's process cannot start: {(answer or {}).get('error', 'it died')}")
             rows, at, failed = process.check(tap, crashed, self.problems, alone)
@@ -141,8 +142,8 @@ class Team:
                 return rows
             if failed is not None:
                 return [*rows, _error_row(tap, f"opcheck failed: {failed}")]
-            why = f"the process {how_it_ended(process.process)} while it was checked"
-            process.close()
+            why = f"the process {how_it_ended(process)} while it was checked"
+            process.end()
             self._workers[w] = None
             if at == TOGETHER and not alone:
                 alone = True
@@ -161,40 +162,25 @@ def _error_row(tap: Tap, why: str) -> CheckResult:
     return unchecked(tap[1], tap[2], tap[0], -1, 0, 0, why, status=ERROR)
 
 
-class _WorkerProcess:
+class _WorkerProcess(Child):
     """One worker and its two pipes."""
 
     def __init__(self, job: Job):
         # one thread each: sums come out the same however many processes there are, and small products are no slower
-        self.process = Child(
-            __name__, env={**_REUSED, **os.environ, **ONE_THREAD}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._in, self._out = _pipe(self.process.stdin), _pipe(self.process.stdout)
-        self._say(job.to_json())
-
-    def _say(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it died: hear() tells
-            self._in.write(json.dumps(message) + "\n")
-            self._in.flush()
-
-    def hear(self) -> dict[str, Any] | None:
-        """Its next message; None when it is gone."""
-        line = self._out.readline()
-        if not line.endswith("\n"):
-            return None
-        message: dict[str, Any] = json.loads(line)
-        return message
+        environ = {**_REUSED, **os.environ, **ONE_THREAD}
+        super().__init__(__name__, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.tell(json.dumps(job.to_json()))
 
     def check(
         self, tap: Tap, crashed: Sequence[tuple[int | None, int, str]], problems: list[str], alone: bool
     ) -> tuple[list[CheckResult], tuple[int | None, int] | None, str | None]:
         """(rows, the call that had begun, "" where the tap is done, a sentence where it failed, None where the process
         died)."""
-        self._say({"tap": tap, "crashed": crashed, "alone": alone})
+        self.tell(json.dumps({"tap": tap, "crashed": crashed, "alone": alone}))
         rows: list[CheckResult] = []
         at: tuple[int | None, int] | None = None
         while True:
-            message = self.hear()
+            message = self.heard()
             if message is None:
                 return rows, at, None
             if "row" in message:
@@ -207,20 +193,11 @@ class _WorkerProcess:
                 problems += [p for p in message["problems"] if p not in problems]  # each process finds them
                 return rows, at, ""
 
-    def close(self) -> None:
-        """Ends the process, whatever it is doing."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self._in, self._out):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
 
 def main() -> None:
     """A worker: gets a job, then taps, one JSON object a line, and answers likewise; before each call it says which one
     begins. Ends with its input."""
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the rows
+    channel = own_stdout()
 
     def say(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")
@@ -254,11 +231,6 @@ def main() -> None:
             problems = bench.problems
         except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
             say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
 
 
 __all__ = ["CheckedRun", "RunError", "run"]
@@ -373,15 +345,8 @@ def _tap(row: Sequence[str]) -> tuple[str, str]:
 
 def _finished(rows: Sequence[Cells], taps: Sequence[Tap]) -> list[tuple[Tap, int]]:
     """The taps of the plan, from its beginning, whose rows are there, with how many rows each has."""
-    groups: list[tuple[tuple[str, str], int]] = []
-    for row in rows:
-        key = _tap(row)
-        if groups and groups[-1][0] == key:
-            groups[-1] = key, groups[-1][1] + 1
-        else:
-            groups.append((key, 1))
     found: list[tuple[Tap, int]] = []
-    waiting = iter(groups)
+    waiting = ((key, len(list(group))) for key, group in groupby(rows, _tap))
     group = next(waiting, None)
     for tap in taps:
         key = ("", "") if tap[0] < 0 else (_escaped(tap[1]), str(tap[0]))

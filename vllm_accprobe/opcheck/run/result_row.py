@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from vllm_accprobe.align.names import enclosing
+from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.standards.measures import Measures
 from vllm_accprobe.standards.ours import OPERATOR
 
@@ -53,20 +54,20 @@ class CheckResult:
     step: int | None
     call: int
     seq: int
-    dtype: str
-    shape: tuple[int, ...]
-    rows: int
-    checked: int
-    unchecked_because: str
-    created: float | None
-    measure: str | None
-    measured: float | None
-    allowed: float | None
-    request: str | None
-    position: int | None
-    column: int | None
-    status: str
-    message: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    rows: int = 0
+    checked: int = 0
+    unchecked_because: str = ""
+    created: float | None = None
+    measure: str | None = None
+    measured: float | None = None
+    allowed: float | None = None
+    request: str | None = None
+    position: int | None = None
+    column: int | None = None
+    status: str = SKIP
+    message: str = ""
     measures: Measures | None = None
     algorithm: str = ""
     stored: str = ""
@@ -155,11 +156,11 @@ def unchecked(
     role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
 ) -> CheckResult:  # fmt: skip
     """A row that has no verdict, and says why."""
-    empty: dict[str, Any] = dict.fromkeys(COLUMNS)
-    empty |= {
-        "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
-        "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
-        "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "left": (),
-        "replayed": (), "cause": "", "by_name": False,
-    }  # fmt: skip
-    return CheckResult(**empty)
+    return CheckResult(
+        tap, cls, role, rank, step, call, seq, dtype, shape, unchecked_because=why, status=status, message=why
+    )
+
+
+def of_no_operator(tap: str, cls: str, rank: int, text: str, **more: Any) -> CheckResult:
+    """A proved fault that no operator made: a cache's, the runner's, a weight's. more: further fields."""
+    return CheckResult(tap, cls, CACHE, rank, None, 0, 0, status=FAIL, message=text, tier=PROVED, **more)

@@ -27,8 +27,9 @@ from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import tensors_by_role
 from vllm_accprobe.opcheck.references.parts import on
 from vllm_accprobe.opcheck.run.check_calls import Options, check_call
+from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.rerun import forward_native
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, CheckResult
 
 MEASURED = (PASS, WARNING, FAIL)
 _CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.TORCH_HEADS))
@@ -76,8 +77,7 @@ def check(
         made = _made(c.what if weaker else closed(c.what, references), references, device, weaker)
     except (Declined, RuntimeError, ValueError) as why:
         text = c.missing or (_why_not(why) if weaker else f"cannot be run here: {_line(why)}")
-        seq = max((r.seq for r in c.records.values()), default=c.seq)
-        yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, text, status=SKIP)
+        yield without_verdict(c, "", None, SKIP, text)
         return
     made_note = WEAKER if weaker else f"made here, on {device}"
     for row in check_call(calls.dump, with_outputs(c, c.what, made), lambda x: references.evaluate(x.what), options):

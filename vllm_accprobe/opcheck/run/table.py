@@ -169,9 +169,8 @@ def lines(
     if most is not None and len(wrong) > most:
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
     out += ["", f"{'class':<36} {'outputs':>7} {'pass':>6} {'fail':>6}  worst / allowed"]
-    for cls, mine in _by_class(rows):
-        verdicts = [r for r in mine if r.status in (PASS, FAIL, WARNING)]
-        if verdicts and not is_cache(verdicts[0]):
+    for cls, verdicts in by_class(rows):
+        if not is_cache(verdicts[0]):
             worst = max(verdicts, key=lambda r: r.severity)
             bad = sum(r.status == FAIL for r in verdicts)
             part = f"{worst.severity:.2f}" if worst.severity < 1e4 else "far beyond"
@@ -228,10 +227,11 @@ def is_cache(row: CheckResult) -> bool:
     return row.role == CACHE and row.step is None and row.status == FAIL
 
 
-def _by_class(rows: Iterable[CheckResult]) -> list[tuple[str, list[CheckResult]]]:
+def by_class(rows: Iterable[CheckResult]) -> list[tuple[str, list[CheckResult]]]:
+    """Rows with a verdict."""
     found: dict[str, list[CheckResult]] = {}
     for r in rows:
-        if r.status != SKIP:
+        if r.status in (PASS, FAIL, WARNING):
             found.setdefault(r.cls, []).append(r)
     return list(found.items())
 
