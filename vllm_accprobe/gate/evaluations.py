@@ -654,9 +654,9 @@ SOURCES: tuple[Callable[[Path], bool], ...] = (
 def _folder(path: Path, side: Side) -> None:
     """Reads the files of one model. Raises OSError, SamplesError."""
     files = sorted(p for p in path.rglob("*.json*") if p.suffix in (".json", ".jsonl") and p.is_file())
-    for wanted in SOURCES:
-        chosen = [p for p in files if wanted(p)]
-        files = [p for p in files if not wanted(p)]
+    for chooses in SOURCES:
+        chosen = [p for p in files if chooses(p)]
+        files = [p for p in files if not chooses(p)]
         first = Counter[tuple[Path, str | None]]()
         for file, task in _newest(path, chosen, side):
             try:
@@ -700,13 +700,13 @@ def _one_model(path: Path, files: list[Path]) -> None:
 def select(side: Side, tasks: Sequence[str], ways: Sequence[str], metrics: Sequence[str]) -> None:
     """Keeps what these globs choose; an empty list chooses all."""
 
-    def wanted(name: str, globs: Sequence[str]) -> bool:
+    def matches(name: str, globs: Sequence[str]) -> bool:
         return not globs or any(fnmatchcase(name, g) for g in globs)
 
     kept = []
     for a in side.answers:
-        if wanted(a.task, tasks) and wanted(a.way, ways):
-            scores = {m: v for m, v in a.scores.items() if wanted(m, metrics)}
+        if matches(a.task, tasks) and matches(a.way, ways):
+            scores = {m: v for m, v in a.scores.items() if matches(m, metrics)}
             if scores or not (a.scores or metrics):
                 kept.append(replace(a, scores=scores) if len(scores) < len(a.scores) else a)
     side.answers = kept

@@ -400,7 +400,7 @@ class PathAnswers:
 
 @dataclass(frozen=True)
 class PathSettings:
-    """What is the same for all paths; tell: told of each path as it begins."""
+    """What is the same for all paths; tell: gets each path as it begins."""
 
     out: Path
     made: Mapping[str, Any]

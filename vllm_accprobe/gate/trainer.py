@@ -117,11 +117,11 @@ def _line(value: dict[str, Any], number: int, names: Sequence[str]) -> TrainerLi
     if logprobs is None:
         return NO_FIT
     kept = _kept(value, len(ids), start)
-    if (wanted := _wanted(value, len(ids), start)) is not None:
-        logprobs = [v if w else None for v, w in zip(logprobs, wanted, strict=True)]
+    if (counted := _counted(value, len(ids), start)) is not None:
+        logprobs = [v if w else None for v, w in zip(logprobs, counted, strict=True)]
         if prompt is None or answer is None:
-            start = next((i for i, w in enumerate(wanted) if w), start)
-        end = max((i + 1 for i, w in enumerate(wanted) if w), default=start)
+            start = next((i for i, w in enumerate(counted) if w), start)
+        end = max((i + 1 for i, w in enumerate(counted) if w), default=start)
         kept = [k and i < end for i, k in enumerate(kept)]  # padding, or a tool's last words, which nothing follows
     places = [i for i, keep in enumerate(kept) if keep]
     start = sum(kept[:start])
@@ -187,7 +187,7 @@ def _kept(value: dict[str, Any], n: int, start: int) -> list[bool]:
     return kept if length is None or not 0 < length < n else [k and i < length for i, k in enumerate(kept)]
 
 
-def _wanted(value: dict[str, Any], n: int, start: int) -> list[bool] | None:
+def _counted(value: dict[str, Any], n: int, start: int) -> list[bool] | None:
     """Which tokens the model chose itself, by the trainer's mask; None without one."""
     mask = _list(value, MASK, float)
     if mask is None:
@@ -283,9 +283,9 @@ def compare(golden: Trained, mine: Mapping[str, Scored], how: str = "", left_out
         if same <= line.start:
             left["sequences whose prompt the server read as other tokens"] += 1
             continue
-        wanted = [i for i, v in enumerate(line.logprobs) if v is not None]
-        left["tokens after the first that the server did not write"] += sum(i >= same for i in wanted)
-        for i in wanted:
+        counted = [i for i, v in enumerate(line.logprobs) if v is not None]
+        left["tokens after the first that the server did not write"] += sum(i >= same for i in counted)
+        for i in counted:
             if i >= same:
                 break
             ours, theirs = line.logprobs[i], scored.logprobs[i]

@@ -295,7 +295,7 @@ def _dot(a: Any, b: Any) -> float:
 
 
 class _Split:
-    """Small and normal values by one domain. whole: sums and the largest are wanted, and not counts alone."""
+    """Small and normal values by one domain. whole: sums and the largest are computed, and not counts alone."""
 
     def __init__(self, xp: Any, limits: tuple[float, float, float]):
         self.xp, self.whole = xp, True

@@ -551,17 +551,17 @@ def _values(command: ServeCommand, offered: Offered, plain: Mapping[str, str]) -
         )
     found: list[ServerSetting | None] = []
     for name, option, usual in _VALUES:
-        now, wanted = command.get(option), plain.get(name, usual)
+        now, due = command.get(option), plain.get(name, usual)
         if name in plain and option not in offered:
             raise BisectError(f"--plain {name}=...: this vLLM has no {option}")
-        if option not in offered or now == wanted or (now is None and name not in plain):
+        if option not in offered or now == due or (now is None and name not in plain):
             continue
-        edit = Edit(drop=(option,), add=() if wanted is None else (option, wanted))
+        edit = Edit(drop=(option,), add=() if due is None else (option, due))
         scale = None
         if name == "block size" and (n := number(now)) is not None:
-            scale = (option, n, number(wanted))
+            scale = (option, n, number(due))
         fact = name if name in ("block size", "KV cache dtype") else ""
-        found.append(ServerSetting(name, _shown(now), wanted or "as by default", edit, fact=fact, scale=scale))
+        found.append(ServerSetting(name, _shown(now), due or "as by default", edit, fact=fact, scale=scale))
     return found
 
 

@@ -71,7 +71,7 @@ def read(path: Path | None) -> str:
 
 
 def facts(text: str) -> dict[str, str]:
-    """By `ServerSetting.fact`, what is told and nothing else."""
+    """By `ServerSetting.fact`, what the log says of it, and nothing else."""
     found = {}
     config = next((line for line in text.splitlines() if _CONFIG in line), "")
     for source, patterns in ((config, _FACTS), (text, _LINES)):

@@ -329,7 +329,7 @@ def _times(table: Table, sizes: conditions.Sizes, mask: np.ndarray | None) -> fl
 
 
 def _cells(table: Table, sizes: conditions.Sizes, *of: Gaps) -> tuple[Cell, ...]:
-    """By phase, chunk, batch, prefix hit, prompt length and position; what holds for all tokens is not told twice."""
+    """By phase, chunk, batch, prefix hit, prompt length and position; what holds for all tokens is not said twice."""
     axes: list[Callable[[Slot], str | None]] = [
         lambda s: "all tokens",
         lambda s: "prompt, read at once" if s[0].scored else s[0].phase,

@@ -275,7 +275,7 @@ def send(
     chats: Sequence[PromptLine] = (),
 ) -> Done:
     """Sends what ``out`` does not hold yet. server: from `Sender.introduced`; made: version and time, for send.json;
-    progress: told how many are done; plan: which passes are forced; before: called before each pass, while the server
+    progress: gets how many are done; plan: which passes are forced; before: called before each pass, while the server
     is idle; chats: prompts that the server renders for itself first. Raises ServerLost and SendError with what was
     kept, FolderError, OSError."""
     arrive = [*arrive, Arrival(SCORE)] if plan.score else arrive
@@ -445,7 +445,7 @@ class _Pass:
                 self._done += 1
 
     def _let_go(self, threads: list[threading.Thread]) -> None:
-        """Ends the waiting of what still waits. Its answers are not looked at."""
+        """Ends the waiting of what still waits. Its answers are not read."""
         deadline = time.monotonic() + _CLOSING_S
         while any(t.is_alive() for t in threads) and time.monotonic() < deadline:
             for one in list(self._open.values()):

@@ -225,8 +225,8 @@ def _credible(
 
 def _named(call: Call, dtype: str) -> bool:
     """Whether a call is known to give ``dtype``: a cast."""
-    wanted = getattr(torch, dtype)
-    return any(a is wanted for a in (*call.args, *call.kwargs.values()))
+    target = getattr(torch, dtype)
+    return any(a is target for a in (*call.args, *call.kwargs.values()))
 
 
 def _inputs(call: Call) -> Iterable[Tensor]:

@@ -207,13 +207,13 @@ class Past:
 
     def look_at(self, requests: Iterable[int]) -> None:
         """From now on only these are written, and those whose beginning they have."""
-        wanted, new = set(), set(requests)
+        lent, new = set(), set(requests)
         if self.carried is not None:  # a state may be any other request's
             return
         while new:
-            wanted |= new
-            new = {d for r in new if r in self.shared for d in self.shared[r].donors} - wanted
-        self.only = frozenset(wanted)
+            lent |= new
+            new = {d for r in new if r in self.shared for d in self.shared[r].donors} - lent
+        self.only = frozenset(lent)
 
     def write(self, space: RowSpace, tensors: Mapping[str, Any]) -> None:
         """One step's rows, in the order of the space's segments."""

@@ -148,12 +148,12 @@ def _gradients(
     if not isinstance(output, torch.Tensor) or output.grad_fn is None:
         raise _Lacking("its output does not depend on a floating input")
     step = move * unit(str(up.dtype).removeprefix("torch."))
-    wanted = up.to(device=device, dtype=output.dtype).reshape(output.shape)
+    grad_output = up.to(device=device, dtype=output.dtype).reshape(output.shape)
     if move:
-        sign = torch.randint(0, 2, wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.int8)
-        wanted = wanted * (1.0 + step * (2.0 * sign - 1.0))
-    arguments = torch.autograd.grad(output, list(leaves.values()), wanted, allow_unused=True, retain_graph=True)
-    node = output.grad_fn(wanted)
+        sign = torch.randint(0, 2, grad_output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+        grad_output = grad_output * (1.0 + step * (2.0 * sign - 1.0))
+    arguments = torch.autograd.grad(output, list(leaves.values()), grad_output, allow_unused=True, retain_graph=True)
+    node = output.grad_fn(grad_output)
     for found in (node if isinstance(node, tuple) else (node,), arguments):
         fitted = {k: _fitted(found[k] if k < len(found) else None, s) for k, s in shapes.items()}
         if all(g is not None for g in fitted.values()):

@@ -478,8 +478,8 @@ class Calls(ModuleIndex):
             runs = ()
         if not runs and size >= n:
             return []
-        wanted = runs or ((0, n),)
-        return [(a, min(a + size, stop)) for start, stop in wanted for a in range(start, min(stop, n), size)]
+        spans = runs or ((0, n),)
+        return [(a, min(a + size, stop)) for start, stop in spans for a in range(start, min(stop, n), size)]
 
     def _in_parts(
         self, rank: int, tap: str, cls: str, step: int, n: int, records: Mapping[str, Record], past: Past | None,
@@ -614,14 +614,14 @@ class Calls(ModuleIndex):
     def _bare(self, rank: int, tap: str, cls: str) -> Call:
         """The first call of a tap, what goes in and what comes out. Raises NotKept, ValueError, DumpError."""
         if is_gradient(tap):
-            raise NotKept("not looked at")
+            raise NotKept("not read")
         if (rank, tap) in self.ops:
             op = self.ops[rank, tap][0]
             records = self.op_records.get((rank, tap), {}).get((op.step, op.call), {})
         else:
             op, (_, records) = None, min(self.by_tap[rank, tap].items(), key=lambda c: c[0])
         if any(r.payload is None or math.prod(r.shape) > grid.LARGEST for r in records.values()):
-            raise NotKept("not looked at")
+            raise NotKept("not read")
         if op is not None:
             return self.op_call(op, records)
         read = {role: self.read(r) for role, r in records.items()}

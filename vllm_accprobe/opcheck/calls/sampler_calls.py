@@ -156,12 +156,12 @@ def _lefts(
 def _settings(call: Call, history: Sequence[SampledRow], vocabulary: int) -> dict[str, Any]:
     """By name of an input, what the runner should have for each row: (values, which rows are known)."""
     found = {}
-    for name, wanted in _WANTED.items():
+    for name, due in _WANTED.items():
         captured = call.inputs.get(name)
         if captured is None or captured.dim() != 1 or len(captured) != len(history):
             continue
         mine = captured.double().tolist()
-        values = [m if h.asks is None else wanted(h.asks, m, vocabulary) for h, m in zip(history, mine, strict=True)]
+        values = [m if h.asks is None else due(h.asks, m, vocabulary) for h, m in zip(history, mine, strict=True)]
         known = torch.tensor([h.asks is not None for h in history])
         found[name] = torch.tensor(values, dtype=torch.float64).to(captured.dtype), known
     return found

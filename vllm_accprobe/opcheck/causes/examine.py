@@ -119,13 +119,13 @@ def explained_by(
     of this side; seconds: of this process, for reading, searching and confirming in further layers together; problems:
     gets a sentence for each cause that failed."""
     by_tap: dict[tuple[int, str], list[CheckResult]] = {}
-    wanted = {(c.rank, c.tap): c for c in blamed if c.step is not None}
-    for row in checked if wanted else ():
-        if (row.rank, row.tap) in wanted and row.step is not None and row.status in (PASS, FAIL):
+    worst_of = {(c.rank, c.tap): c for c in blamed if c.step is not None}
+    for row in checked if worst_of else ():
+        if (row.rank, row.tap) in worst_of and row.step is not None and row.status in (PASS, FAIL):
             by_tap.setdefault((row.rank, row.tap), []).append(row)
     found: dict[str, dict[str, Any]] = {}
     causes, begun = Causes(references, golden, seconds=seconds, chance=chance), time.process_time()
-    for place, worst in wanted.items():
+    for place, worst in worst_of.items():
         spent = seconds is not None and time.process_time() - begun > seconds  # so that a busy machine finds the same
         if spent or (causes.over() and not causes.known(worst.tap, worst.cls)):
             continue

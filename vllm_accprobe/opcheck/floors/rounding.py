@@ -39,7 +39,7 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """What an output's numbers say. toward_zero: truncation explains them, and nothing better; told: how many tell
+    """What an output's numbers say. toward_zero: truncation explains them, and nothing better; decided: how many tell
     truncation from rounding; truncated: how many of these are; proved: no scale explains them as well, which takes some
     hundred numbers, and thousands where much was rounded before."""
 

@@ -29,8 +29,8 @@ from vllm_accprobe.waiting import progress
 
 
 class DrawnCalls:
-    """Calls of which no tensor was captured, or is wanted: their inputs are drawn. references: whose operators alone
-    are wanted, None for all."""
+    """Calls of which no tensor was captured, or is used: their inputs are drawn. references: whose operators alone
+    are written, None for all."""
 
     def __init__(self, seed: int, always: bool, references: References | None):
         self.seed, self.always, self.references = seed, always, references

@@ -127,15 +127,15 @@ def split_errors(
 ) -> dict[str, Split]:
     """tap → its split, for the first MOST of ``blamed`` (wrong outputs of mine, one for each tap) that have one.
     planned: makes the plan of the two dumps, where one is needed."""
-    wanted = {(c.tap, c.role, c.call): c for c in list(blamed)[:MOST]}
-    if not wanted:
+    by_key = {(c.tap, c.role, c.call): c for c in list(blamed)[:MOST]}
+    if not by_key:
         return {}
     plan = planned()
     indices = Indices((plan.tokens.golden, plan.tokens.mine))
     loader = Loader(golden)
     found: dict[str, Split] = {}
     for unit in plan.units:
-        c = wanted.get(unit.key)
+        c = by_key.get(unit.key)
         if c is None:
             continue
         chosen = Chosen({(c.step, c.call): ()}, lambda cls: False, most=1 << 62)

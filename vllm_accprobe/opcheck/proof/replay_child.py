@@ -8,7 +8,7 @@ weighs mine against golden, splits the errors of those who are blamed, and write
 ``{"plan": ...}``, ``{"done": n, "of": m}`` on the way and ``{"proof": ...}`` at the end. Anything more on its standard
 input ends the replay early, as the end of its time does: what was replayed until then is used. No command of its own:
 `accprobe opcheck` is what people use.
-Not here: when it is wanted (replay_process.py), what is planned (opcheck/run/budget.py), what a proof is (decide.py),
+Not here: when it runs (replay_process.py), what is planned (opcheck/run/budget.py), what a proof is (decide.py),
 how the work is shared (opcheck/run/pair.py).
 """
 
@@ -151,10 +151,10 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     unlike = pooled.unlike(rates, own, sides[1].budget(rate).siblings)
     say(explain=True)
     # A line that ended the replay early may stand before what the comparison wants explained.
-    wanted = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
-    taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in wanted.places), *wanted.taps])
+    further = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
+    taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in further.places), *further.taps])
     otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
-    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, planned, otherwise)
+    explained = explain(dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise)
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
                         explained=explained, causes=causes)  # fmt: skip
     if left > 0:

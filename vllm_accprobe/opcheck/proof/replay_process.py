@@ -62,7 +62,7 @@ class ReplayRequest:
     weights: Path | None = None
 
     @property
-    def wanted(self) -> bool:
+    def due(self) -> bool:
         return self.replay is not False and (self.replay is True or self.seconds > 0)
 
     @property
@@ -132,7 +132,7 @@ class Replay:
 @contextlib.contextmanager
 def begun(request: ReplayRequest) -> Iterator[Replay | None]:
     """A replay in parallel with the comparison, where it is known already that there will be one; else None."""
-    early = request.wanted and (request.replay or _both_captured(request)) and _torch()
+    early = request.due and (request.replay or _both_captured(request)) and _torch()
     replay = Replay(request) if early else None
     try:
         yield replay
@@ -150,7 +150,7 @@ def replayed(
     replay: what `begun` gave; before: called with ``result`` where a replay will decide, before it is waited for.
     Raises CommandError where it was requested and there is no torch or it fails."""
     captured = all(_captured(run) for run in (result.golden_run, result.mine_run))
-    if not request.wanted or not (request.replay or captured):
+    if not request.due or not (request.replay or captured):
         return result
     if not _torch():
         if request.replay:

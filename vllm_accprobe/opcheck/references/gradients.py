@@ -150,9 +150,9 @@ def noise_of(exact: Any, moved: Any, step: float) -> Any:
 
 
 def derived(
-    g: Any, forward: Callable[[Call], Any], names: Iterable[str], up: str, wanted: Sequence[str]
+    g: Any, forward: Callable[[Call], Any], names: Iterable[str], up: str, inputs: Sequence[str]
 ) -> dict[str, Expected]:  # fmt: skip
-    """What a fused operator's backward gives as ``output.k``: the gradient of ``wanted[k]``. g: its arguments; forward:
+    """What a fused operator's backward gives as ``output.k``: the gradient of ``inputs[k]``. g: its arguments; forward:
     its reference; names: of forward's arguments; up: the gradient of its first output. Raises Declined."""
     call = Call(g.call.name, "npu.forward", kwargs={name: g[name] for name in names})
 
@@ -161,7 +161,7 @@ def derived(
         return {r: e.value for r, e in (result if isinstance(result, Mapping) else {"output.0": result}).items()}
 
     found = exact_gradients(call, outputs, {"output.0": g.stored(up)})
-    return {f"output.{k}": found[f"input.{name}"] for k, name in enumerate(wanted) if f"input.{name}" in found}
+    return {f"output.{k}": found[f"input.{name}"] for k, name in enumerate(inputs) if f"input.{name}" in found}
 
 
 def differentiated(references: References, call: Call) -> Mapping[str, Any]:

@@ -77,10 +77,10 @@ class MachineKernels:
             found = self._made(again)
         if isinstance(found, Declined):
             return found
-        wanted = [r for r in call.outputs if r in found] or [r for r in found if r.startswith("output.")]
-        wanted = wanted or [f"inplace.input.{k}" for k in _mutated(call)]
-        wanted += [f"inplace.input.{k}" for k in fresh if f"inplace.input.{k}" in found]
-        made = {r: found[r].detach().to("cpu") for r in dict.fromkeys(wanted) if r in found}
+        roles = [r for r in call.outputs if r in found] or [r for r in found if r.startswith("output.")]
+        roles = roles or [f"inplace.input.{k}" for k in _mutated(call)]
+        roles += [f"inplace.input.{k}" for k in fresh if f"inplace.input.{k}" in found]
+        made = {r: found[r].detach().to("cpu") for r in dict.fromkeys(roles) if r in found}
         return made or Declined("nothing comes out of it")
 
     def _made(self, call: Call) -> Mapping[str, Any] | Declined:

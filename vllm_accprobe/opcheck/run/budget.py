@@ -1,6 +1,6 @@
 """Which calls of two dumps are replayed, and which of their rows, where there is not the time for all.
 
-The problem: a replay of a large pair takes hours, and a verdict is wanted in a minute; what is left out cannot be
+The problem: a replay of a large pair takes hours, and a verdict should come in a minute; what is left out cannot be
 acquitted, and what nobody examines cannot be found. The idea: what a call costs follows from its shapes (elements, rows
 times weights, rows times what attention reads) and from how fast this machine is, which is measured in a
 hundredth of a second. So the plan is made beforehand, in stretches of some rows of a step, of mine with the same rows

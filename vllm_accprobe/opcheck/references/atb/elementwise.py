@@ -174,10 +174,10 @@ def _of_two(o: Operands, kind: int) -> Expected:
 
 def _cast(o: Operands, kind: int) -> Expected:
     x, out = o.tensor(0), o.output()
-    wanted = o.param("outTensorType", UNDEFINED)
+    out_type = o.param("outTensorType", UNDEFINED)
     # a float's numbers may lie on a coarser grid, and be taken for that (calls/grid.py)
-    if wanted in ACL and ACL[wanted].is_floating_point != out.is_floating_point():
-        raise Declined(f"outTensorType {wanted} is {ACL[wanted]}, and {out.dtype} was captured")
+    if out_type in ACL and ACL[out_type].is_floating_point != out.is_floating_point():
+        raise Declined(f"outTensorType {out_type} is {ACL[out_type]}, and {out.dtype} was captured")
     if out.is_floating_point() or not x.is_floating_point():
         return equal(x.to(out.dtype))
     wide, mine = x.double(), out.long()

@@ -122,14 +122,14 @@ class FusedArguments:
 FusedReference = Callable[[FusedArguments], "Expected | Mapping[str, Expected]"]
 
 
-def backward(schema: str, forward: Any, up: str, wanted: Sequence[str], *more: str) -> Any:
+def backward(schema: str, forward: Any, up: str, inputs: Sequence[str], *more: str) -> Any:
     """The reference of a fused operator's gradient: by autograd on ``forward``, which `fused` marked, the gradient of
-    ``wanted[k]`` as output k. up: the gradient of the forward's first output. Arguments of both have the same names."""
+    ``inputs[k]`` as output k. up: the gradient of the forward's first output. Arguments of both have the same names."""
     here = {own[0] for own, _ in parsed(schema)[1]}
     names = [own[0] for own, _ in forward.parameters if own[0] in here]
 
     def gradient(g: FusedArguments) -> dict[str, Expected]:
-        return derived(g, forward, names, up, wanted)
+        return derived(g, forward, names, up, inputs)
 
     gradient.__module__, gradient.__name__ = forward.__module__, parsed(schema)[0]
     return fused(schema, *more, differentiable=False)(gradient)
