@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,24 +128,22 @@ def test_the_first_interrupt_ends_the_replay_and_the_second_all() -> None:
         """A process that is interrupted twice while it is waited for."""
 
         def __init__(self) -> None:
-            self.answers, self.stdin, self.stdout = [KeyboardInterrupt, '{"done": 1}\n', KeyboardInterrupt], self, self
-            self.heard: list[str] = []
+            self.answers: list[Any] = [KeyboardInterrupt, {"done": 1}, KeyboardInterrupt]
+            self.lines: list[str] = []
 
-        def readline(self) -> str:
+        def heard(self) -> Any:
             answer = self.answers.pop(0)
-            if isinstance(answer, str):
+            if isinstance(answer, dict):
                 return answer
             raise answer
 
-        def write(self, text: str) -> None:
-            self.heard.append(text)
-
-        def flush(self) -> None: ...
+        def tell(self, line: str) -> None:
+            self.lines.append(line)
 
     running = replay.Replay.__new__(replay.Replay)
     running._process, running._stopped = Ended(), False  # type: ignore[assignment]
     assert running._message() == {"done": 1}
-    assert running._process.heard == ["stop\n"]  # type: ignore[attr-defined]
+    assert running._process.lines == ["stop"]  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         running._message()
 
@@ -153,7 +152,7 @@ def test_a_replay_that_is_stopped_uses_what_it_has(pair: tuple, tmp_path: Path) 
     """Here before it has done anything, and however long it may take."""
     running = replay.Replay(replay.ReplayRequest(Path(pair[0]), Path(pair[1]), True, None, None))
     try:
-        running._say("stop")
+        running._process.tell("stop")
         proof = ReplayResult.from_json(running.result({})[0])
     finally:
         running.close()
