@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -173,6 +174,7 @@ def main() -> None:
     names = ("large", "small", "kernel", "replay", "opcheck", "records", "page", "capture")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     values: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: {"before": [], "after": []})
     memory: dict[str, float] = defaultdict(float)
     failed: dict[str, str] = {}

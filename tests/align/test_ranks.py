@@ -83,13 +83,13 @@ def test_experts_are_joined_by_their_global_number(ranks):
 
 
 def test_a_square_is_not_turned_because_the_other_side_has_more_dimensions():
-    from vllm_accprobe.comparison.plan.unit import _row_dims
+    from vllm_accprobe.comparison.plan.groups import _row_dims
 
     one = capture(tp=1).records[-1]
     flat = replace(one, shape=(64, 64), rows="vision/4", row_dim=0)
     deep = replace(one, shape=(1, 64, 2, 32), rows="vision/4", row_dim=1)
-    assert _row_dims([flat, deep, deep]) == {4: 1}  # the square tells nothing, and nobody tells it
-    assert _row_dims([flat, replace(flat, shape=(60, 64)), deep]) == {2: 0, 4: 1}
+    assert _row_dims([(flat, 1), (deep, 2)]) == {4: 1}  # the square tells nothing, and nobody tells it
+    assert _row_dims([(flat, 1), (replace(flat, shape=(60, 64)), 1), (deep, 1)]) == {2: 0, 4: 1}
 
 
 # --- cutting a tensor over ranks and joining it again, for every layout ---
