@@ -57,7 +57,6 @@ MODELS: dict[str, Architecture] = {
         "layers_block_type": ["mamba", "attention", "mlp", "mamba"]}),
     "helium": Architecture("HeliumConfig", "HeliumForCausalLM", _DENSE | {"head_dim": 32}),
     "nanochat": Architecture("NanoChatConfig", "NanoChatForCausalLM", _DENSE | {"final_logit_softcapping": 15.0}),
-    "mistral4": Architecture("Mistral4Config", "Mistral4ForCausalLM", _DENSE | {"head_dim": 32}),
     "gemma4": Architecture("Gemma4TextConfig", "Gemma4ForCausalLM", _DENSE | {
         "head_dim": 32, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 32,
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],

@@ -63,6 +63,7 @@ MODELS: dict[str, Architecture] = {
         ("Gemma3Processor", {
             "image_processor": ("Gemma3ImageProcessor", _SIZE), "image_seq_length": 4, "renamed": _BREAK,
             "tokens": {"image_token": _IMAGE, "boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"}}),
+        drawn=True,
         text_config=_TEXT | {"model_type": "gemma3_text", "sliding_window": 32, "query_pre_attn_scalar": 32},
         vision_config=_CLIP | {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4, boi_token_index=4,
         eoi_token_index=5, image_token_index=6),
