@@ -73,7 +73,8 @@ class Rows:
 
     def __init__(self, model: Any, condition: str) -> None:
         self.first = int(condition.partition("patch>=")[2] or 0)
-        self.tests = [self._test(part) for part in condition.split("&")] if condition != "all" and not self.first else []
+        parts = condition.split("&") if condition != "all" and not self.first else []
+        self.tests = [self._test(part) for part in parts]
         self.positions: Any = None
         self.tokens: Any = None
         self.starts: Any = None
