@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_dumps import make
+from cli.cli_dumps import make
 from dump.dumps import put_event
 from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_dumps import make
+from cli.cli_dumps import make
 from support.counts import check
 from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write

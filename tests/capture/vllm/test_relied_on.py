@@ -44,6 +44,7 @@ NOT_VLLMS = {
     "scoring_func": "of each router, where it has one", "topk_group": "of each router, where it has one",
     "use_grouped_topk": "of each router, where it has one",
     "flashcomm2_enable": "a mode", "pass_config": "a mode", "skip_final_all_reduce": "only some models set it",
+    "_is_amx_tile_supported": "torch", "_init_amx": "torch", "type": "of torch's devices",
 }  # fmt: skip
 """Names that the search finds and that are not vLLM's, and those of modes, whose marks name them."""
 
