@@ -1,5 +1,7 @@
 """The table of a dump's tensors: hostile and unusual lines are read as if it stood alone; choices as of a list."""
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +53,9 @@ def rows_of(space: str, shape: str = "[2,4]") -> str:
     # Tensors of nobody's rows count among those that are known.
     ((ROWS % PADDING, GOOD, rows_of(PADDING)), [((2, 4), None, "ab")], "0 tensors readable, 2 known"),
 ], ids=("stats", "seq", "shape", "rows", "nan", "pair", "torn", "map", "other map", "none", "padding"))  # fmt: skip
-def test_lines_of_a_journal(tmp_path, lines, wanted, problem):
+def test_lines_of_a_journal(tmp_path, request, lines, wanted, problem):
+    request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # Python's default, which torch's compiler raises for its whole process
     rank = tmp_path / "rank0000"
     rank.mkdir()
     (tmp_path / "run.json").write_text('{"schema": 1}')

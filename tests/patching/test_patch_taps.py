@@ -90,7 +90,7 @@ def test_selection_and_refusals_are_counted(tmp_path: Path, caplog: pytest.LogCa
     assert reasons["layers.0::q_rotated"] == "not selected by VLLM_ACCPROBE_MODULES"
     assert reasons["patch:patch1:f"] == "this model does not use it"
     assert reasons["patch:patch1:Toy.forward"] == (
-        "refused: no statement `hidden = self.embedding(input_ids)`; nearest, line 58: `hidden = self.embed(input_ids)`"
+        "refused: no statement `hidden = self.embedding(input_ids)`; nearest, line 56: `hidden = self.embed(input_ids)`"
     )
     assert "patch patch1 is refused at capture.toy:Toy.forward" in caplog.text
 

@@ -47,6 +47,12 @@ def best() -> str:
     return next((name for name in ("avx512", "avx2") if possible(name)), NATIVE)
 
 
+def amx() -> bool:
+    """Whether an engine that is not forced computes with AMX: another attention for prompts than for decode, and
+    products whose sums depend on how many rows there are."""
+    return current() == NATIVE and "amx_bf16" in _flags()
+
+
 def taken(forced: str) -> str:
     """What an engine computes with that is ``forced``: on a lesser processor, or in a suite that is forced as a whole,
     ``native`` is one of the others."""

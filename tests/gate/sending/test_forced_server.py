@@ -13,6 +13,7 @@ import pytest
 from golden_by_hand import golden
 from preloaded_vllm import FORKED
 from support.engine import V2_ENV, Ask, EngineHost
+from support.kernels import amx
 from support.prompts import prompt
 from vllm_server import Server
 
@@ -25,7 +26,8 @@ from vllm_accprobe.gate.sending.prompts import PromptLine
 pytestmark = pytest.mark.engine
 SIZES = [(5, 12), (150, 30), (230, 20), (64, 25), (65, 9)]
 FREE = {"logprobs": 5, "ignore_eos": True}
-ROUNDING = 2e-6
+ROUNDING = 0.2 if amx() else 2e-6
+"""Nats. Between decode and a prompt AMX computes otherwise (0.08 measured); another token is several nats away."""
 """Chosen: of a log-probability near 10 in float32, twice."""
 
 
