@@ -90,7 +90,9 @@ def test_a_collection_has_an_index(home: Path, tmp_path: Path, capsys: pytest.Ca
     (packs / "a/one.golden").unlink()
     assert main(["golden", "verify", str(packs)]) == 2
     assert "FAIL: cannot read" in capsys.readouterr().out
-    for bad in ('{"../x.golden": {"sha256": "%s"}}' % ("0" * 64), "[]", '{"x": {"sha256": 1}}'):
+    for bad in ('{"../x.golden": {"sha256": "%s"}}' % ("0" * 64), "[]", '{"x": {"sha256": 1}}',
+                '{"x": {"sha256": %s}}' % ("1" * 64), r'{"\u0000": {"sha256": "%s"}}' % ("0" * 64),
+                r'{"\ud800": {"sha256": "%s"}}' % ("0" * 64)):
         (packs / "index.json").write_text(bad)
         assert main(["golden", "verify", str(packs)]) == 2
         assert "is no index of packs" in capsys.readouterr().err

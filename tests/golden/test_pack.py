@@ -5,12 +5,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pack_dumps import dump
+from picture_runs import PIXELS, seen
+from synthetic_model import write
 
+from vllm_accprobe.align.tokens import POSITION_MASK
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.formats.io.pack_file import MOST, PROMPTS
 from vllm_accprobe.golden.opened import opened
-from vllm_accprobe.golden.pack import BUDGET, CANNOT, RequestShape, default_bytes, is_outer, pack, public, rows_wanted
+from vllm_accprobe.golden.pack import (
+    BUDGET,
+    CANNOT,
+    RequestShape,
+    _Packing,
+    default_bytes,
+    is_outer,
+    pack,
+    public,
+    rows_wanted,
+)
 
 MB = 1_000_000
 
@@ -155,3 +169,12 @@ def test_what_cannot_be_packed(
     with pytest.raises(DumpError, match=why):
         pack(golden, tmp_path / "x.golden", max_bytes=limit, prompts=file)
     assert not (tmp_path / "x.golden").exists()
+
+
+def test_rows_of_images_are_those_that_are_there(tmp_path: Path) -> None:
+    """Not as many as a position claims."""
+    run = seen(PIXELS, "float32")
+    run.rows[0, 0, "vision/4"] = RowSpace(0, "vision/4", 8, (Segment(0, 1000, 8, 0, image=0),))
+    found = _Packing(open_dump(write(run, tmp_path / "dump")), 0)
+    assert sorted(key & POSITION_MASK for key in found.order_of_images) == list(range(1000, 1008))
+    assert {1000, 1007} <= {key & POSITION_MASK for key in found.wanted_images} <= set(range(1000, 1008))

@@ -196,6 +196,18 @@ def test_a_checkpoint_in_fp8_is_what_its_numbers_stand_for(tmp_path: Path, kind:
     assert open_dump(tmp_path / "three").problems == []
 
 
+def test_a_matrix_that_is_read_by_rows_is_the_model_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one that is read as a whole: more rows than config.json says are another model's."""
+    from vllm_accprobe.golden import model_blocks
+
+    monkeypatch.setattr(model_blocks, "_WIDE", 1)
+    model = make("qwen2", tmp_path / "model")
+    name = "model.embed_tokens.weight"
+    tensors(lambda found: found.update({name: torch.cat([found[name], found[name]])}))(model)
+    with pytest.raises(CommandError, match=f"{name} is .* in the files and .* by config.json"):
+        streamed(model, PROMPTS, tmp_path / "out", progress=quiet)
+
+
 def test_layers_that_read_the_keys_of_others(tmp_path: Path) -> None:
     """Gemma 3n: the last two layers attend with keys and values of earlier ones; a killed run has them, too."""
     torch.manual_seed(0)
@@ -422,6 +434,25 @@ def indexed(where: str) -> Callable[[Path], None]:
 
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+
+
+def blocks(size: int) -> dict[str, Any]:
+    return {"weights": {"type": "float", "num_bits": 8, "block_structure": [size, size]}}
+
+
+@pytest.mark.parametrize(("shape", "of"), [((5,), (5, 1, 1)), ((5, 6), (5, 6, 1)), ((5, 1, 1), (5, 1, 1)),
+                                           ((5, 6, 1), (5, 6, 1)), ((5, 2, 3), None)])  # fmt: skip
+def test_scales_of_stacked_experts(shape: tuple[int, ...], of: tuple[int, ...] | None) -> None:
+    """Of each expert, each row, or each block of 4 rows and 3 columns, whose last are smaller."""
+    from vllm_accprobe.golden.checkpoint import dequantised
+
+    stored = torch.arange(5 * 6 * 7).reshape(5, 6, 7).to(torch.float8_e4m3fn)
+    scale = torch.arange(1, 1 + np.prod(shape)).reshape(shape).float()
+    each = scale.reshape(of) if of else scale[:, np.arange(6)[:, None] // 4, np.arange(7)[None] // 3]
+    assert torch.equal(dequantised(stored, scale, (4, 3)), stored.float() * each)
+
+
 
 
 @pytest.mark.parametrize(
@@ -442,6 +473,13 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "is F8_E4M3 and has no scale"),
         (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn), f"{GATE}_scale": torch.ones(7, 1)})),
          f"{GATE}.*7, 1. scales of"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn), f"{GATE}_scale": torch.ones(7)})),
+         f"{GATE}.*7. scales of"),
+        (tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn),
+                                     f"{GATE}_scale": torch.ones(1, dtype=torch.uint8)})), "_scale is U8, no scale"),
+        (edit(quantization_config={**COMPRESSED, "config_groups": {"a": 3}}), "otherwise than to 8 bits of float"),
+        (edit(quantization_config={**COMPRESSED, "config_groups": {"a": blocks(8), "b": blocks(4)}}), "several sizes"),
+        (edit(quantization_config={**COMPRESSED, "transform_config": {"config_groups": {}}}), "are rotated"),
         (tensors(lambda t: t.update({GATE: t[GATE].to(torch.uint16)})), "is U16, of a quantised model"),
         (lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 64), "cannot be read"),
         (lambda model: (model / "config.json").unlink(), "has no config.json"),

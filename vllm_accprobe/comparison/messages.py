@@ -171,6 +171,8 @@ def notes(
     if whys[near_ties.RANDOM]:
         out.append(f"{whys[near_ties.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
     out += masked(flipped)
+    if whys[near_ties.UNROUTED]:
+        out.append(f"{whys[near_ties.UNROUTED]} flipped tokens cannot be judged: their experts were not compared")
     if whys[near_ties.UNKNOWN]:
         out.append(f"{whys[near_ties.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out

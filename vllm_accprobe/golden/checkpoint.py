@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.refusals import CommandError
 
 INDEX = "model.safetensors.index.json"
@@ -29,6 +30,7 @@ _SINGLE = "model.safetensors"
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # fmt: skip
 """Bytes of the dtypes that are read; others are those of quantised checkpoints."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("_scale_inv", "_scale")
 """Behind the name of a tensor in fp8: what each of its numbers is multiplied by."""
@@ -38,6 +40,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Chosen: of each shard, evenly spread from its first byte to its last; read in milliseconds."""
 _MAPPED = 1 << 27
 """Chosen: bytes of a shard that are read until it is closed and opened again."""
+_MOST_NAME = 40
+"""Characters of what a stranger's file says, in a message."""
 _DO = "name a checkpoint in bfloat16, float16 or float32"
 
 
@@ -46,8 +50,13 @@ class ShardTensor:
     """Where a tensor lies. scale: of one in fp8, the name of its scale; else empty."""
 
     shard: Path
-    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
     scale: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return _SIZES[self.dtype] * math.prod(self.shape)
 
 
 def block_of(quantization: Any) -> tuple[int, int] | None:
@@ -59,16 +68,19 @@ def block_of(quantization: Any) -> tuple[int, int] | None:
         block = found.get("weight_block_size")
     elif method == "compressed-tensors" and found.get("format") == "float-quantized":
         groups = found.get("config_groups")
-        weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, Mapping) else []
+        weights = [object_at(g, "weights") or {} for g in groups.values()] if isinstance(groups, Mapping) else []
         if any((w.get("type"), w.get("num_bits")) != ("float", 8) for w in weights):
             raise CommandError("its weights are compressed otherwise than to 8 bits of float")
-        block = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
+        blocks = [w["block_structure"] for w in weights if w.get("block_structure")]
+        if found.get("transform_config") or any(other != blocks[0] for other in blocks):
+            raise CommandError("its weights are rotated, or have blocks of several sizes")
+        block = blocks[0] if blocks else None
     else:
-        raise CommandError(f"{method} {found.get('format') or ''}".rstrip())
+        raise CommandError(f"{method} {found.get('format') or ''}".rstrip()[:_MOST_NAME])
     if block is None:
         return None
     if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise CommandError(f"blocks of {str(block)[:40]}")
+        raise CommandError(f"blocks of {str(block)[:_MOST_NAME]}")
     return block[0], block[1]
 
 
@@ -78,8 +90,10 @@ def dequantised(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int
     _dequantize; transformers: integrations/finegrained_fp8.py]. stored: [..., rows, columns]. Raises ValueError."""
     if scale.numel() == 1:
         return stored.to(scale.dtype) * scale.reshape(())
-    if scale.dim() == stored.dim() - 1:
-        scale = scale[..., None]
+    if scale.shape == stored.shape[: scale.dim()]:  # of each row [n], or of each expert [n]
+        scale = scale.reshape(*scale.shape, *[1] * (stored.dim() - scale.dim()))
+    if scale.dim() != stored.dim() or scale.dim() < 2:
+        raise ValueError(f"{list(scale.shape)} scales of {list(stored.shape)} numbers")
     for dim in (-2, -1):
         size, n = stored.shape[dim], scale.shape[dim]
         if n in (1, size):
@@ -144,7 +158,6 @@ class CheckpointTensors:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._names = model.state_dict()
         self.tensors: dict[str, ShardTensor] = {}
-        self._dtypes: dict[str, str] = {}
         for shard in shards_of(folder):
             self._list(shard)
         self._scales = self._take_scales()
@@ -158,22 +171,24 @@ class CheckpointTensors:
             with safe_open(shard, "pt") as file:
                 for key in file.keys():  # noqa: SIM118  # it has no iterator
                     piece = file.get_slice(key)
-                    size = _SIZES.get(str(piece.get_dtype()))
-                    if size is None:
-                        raise CommandError(f"{shard}: {key} is {piece.get_dtype()}, of a quantised model; {_DO}")
-                    self.tensors[key] = ShardTensor(shard, size * math.prod(piece.get_shape()))
-                    self._dtypes[key] = str(piece.get_dtype())
+                    dtype = str(piece.get_dtype())
+                    if dtype not in _SIZES:
+                        raise CommandError(f"{shard}: {key} is {dtype}, of a quantised model; {_DO}")
+                    self.tensors[key] = ShardTensor(shard, dtype, tuple(piece.get_shape()))
         except (SafetensorError, OSError) as e:
             raise CommandError(f"{shard} cannot be read: {e}; download it again") from None
 
     def _take_scales(self) -> dict[str, ShardTensor]:
         """Name → place of the scales, which are no parameters of the model. Raises CommandError."""
-        names = [key for key, dtype in self._dtypes.items() if dtype in _FP8]
+        names = [key for key, tensor in self.tensors.items() if tensor.dtype in _FP8]
         for key in names:
+            tensor = self.tensors[key]
             scale = next((key + end for end in _SCALES if key + end in self.tensors), None)
             if scale is None:
-                raise CommandError(f"{self.tensors[key].shard}: {key} is {self._dtypes[key]} and has no scale; {_DO}")
-            self.tensors[key] = replace(self.tensors[key], scale=scale)
+                raise CommandError(f"{tensor.shard}: {key} is {tensor.dtype} and has no scale; {_DO}")
+            if (dtype := self.tensors[scale].dtype) not in (*_FLOATS, "F8_E8M0"):
+                raise CommandError(f"{tensor.shard}: {scale} is {dtype}, no scale; {_DO}")
+            self.tensors[key] = replace(tensor, scale=scale)
         scales = {tensor.scale for tensor in self.tensors.values() if tensor.scale}
         unused = [key for key in self.tensors if names and key.rpartition(".")[2] in _UNUSED]
         found = {key: self.tensors.pop(key) for key in {*scales, *unused}}
@@ -240,7 +255,6 @@ class CheckpointTensors:
                 made[target] = value[0] if isinstance(value, list) else value
         return made
 
-
     def rows(self, key: str, first: int, after: int) -> torch.Tensor:
         """Some rows of a tensor of the files, which is a parameter as it is."""
         try:
@@ -254,8 +268,10 @@ class CheckpointTensors:
     def plain(self, name: str) -> str:
         """The tensor of the files that a parameter is, without a rule or a scale; "" where there is none."""
         keys = self.of(name)
-        alone = len(keys) == 1 and self._target[keys[0]][1] is None and not self.tensors[keys[0]].scale
-        return keys[0] if alone else ""
+        if len(keys) != 1 or name not in self._names or self._target[keys[0]][1] is not None:
+            return ""
+        tensor = self.tensors[keys[0]]
+        return keys[0] if tensor.dtype in _FLOATS and tensor.shape == tuple(self._names[name].shape) else ""
 
     def _part(self, file: Any, key: str, expert: int | None) -> torch.Tensor:
         piece = file.get_slice(key)

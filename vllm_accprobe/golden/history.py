@@ -103,11 +103,22 @@ def read_index(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     found = object_in(path, _MOST_INDEX)
-    inside = all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in found)
-    hashed = all(isinstance(of, dict) and re.fullmatch("[0-9a-f]{64}", str(of.get("sha256"))) for of in found.values())
-    if not (found and inside and hashed):
+    hashed = all(
+        isinstance(of, dict) and isinstance(of.get("sha256"), str) and re.fullmatch("[0-9a-f]{64}", of["sha256"])
+        for of in found.values()
+    )
+    if not (found and hashed and all(map(_is_inside, found))):
         raise DumpError(f"{path} is no index of packs: write it again with `accprobe golden verify {folder} --index`")
     return {name: of["sha256"] for name, of in found.items()}
+
+
+def _is_inside(name: str) -> bool:
+    """Whether it can be a file's path in a folder."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _model(manifest: Mapping[str, Any]) -> tuple[str, str]:

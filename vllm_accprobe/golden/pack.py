@@ -328,17 +328,17 @@ class _Packing:
     def _order_of_images(self) -> tuple[list[int], list[int]]:
         """As `_order`, of images: of each the first row, the last of each kind of rows (patches, merged ones), and some
         that all kinds have."""
-        there: dict[int, dict[str, int]] = defaultdict(dict)
+        there: dict[int, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for (_, _, name), rows in self.keys.items():
             for key in rows.keys[rows.keep].tolist() if rows is not None and name.startswith(VISION) else ():
-                by, kind = there[key >> POSITION_BITS], name.partition(DEALT)[0]
-                by[kind] = max(by.get(kind, 0), (key & POSITION_MASK) + 1)
+                there[key >> POSITION_BITS][name.partition(DEALT)[0]].add(key & POSITION_MASK)
         wanted, drawn = [], []
         for image, by in sorted(there.items()):
-            ends = sorted(by.values(), reverse=True)
-            rows_ = [0, *(n - 1 for n in ends), *by_draw(range(ends[-1]), "", self.seed)[:_RANDOM]]
+            every, shared = set().union(*by.values()), set.intersection(*by.values())
+            ends = sorted(map(max, by.values()), reverse=True)
+            rows_ = [min(every), *ends, *by_draw(shared, "", self.seed)[:_RANDOM]]
             wanted.append([image << POSITION_BITS | p for p in dict.fromkeys(rows_)])
-            drawn.append([image << POSITION_BITS | p for p in by_draw(range(ends[0]), "", self.seed)])
+            drawn.append([image << POSITION_BITS | p for p in by_draw(every, "", self.seed)])
         some = in_turn(wanted)
         return some, list(dict.fromkeys([*some, *in_turn(drawn)]))
 

@@ -27,6 +27,7 @@ from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG, Way
 from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
 
 ROWS_AFTER = "rows after a router's near tie"
+NOT_COMPARED = "rows of best logits whose experts were not compared"
 """Why such rows are skipped, in compare.json's coverage."""
 _BEYOND = 64
 """Numbers of experts without a logit that are distinguished; a dump may claim any."""
@@ -288,11 +289,12 @@ NEAR_TIE, UPSTREAM, SAMPLED, RANDOM, UNKNOWN, MASKED = (
     "no logits recorded",
     "logits were masked",
 )
-PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED, OTHERWISE = (
+PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED, OTHERWISE, UNROUTED = (
     "logits processor",
     "sampler of golden",
     "logits processor of golden",
     "other sampling parameters",
+    "experts not compared",
 )
 FAILED = (SAMPLED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED)
 """A sampler or a logits processor that did not do what its request asks."""

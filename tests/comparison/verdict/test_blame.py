@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic_model import PROMPTS, Tiny, capture, scaled
+from synthetic_model import PROMPTS, MemoryDump, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump.schema import Mask, SamplingParameters
+from vllm_accprobe.dump.schema import PREFILL, Mask, SamplingParameters
+from vllm_accprobe.judge.near_ties import NOT_COMPARED, UNROUTED, UPSTREAM
 from vllm_accprobe.report import html, markdown, terminal
 
 LEAVES = [
@@ -319,3 +320,35 @@ def test_a_fault_in_a_row_that_another_request_reads_from_the_cache():
     result = compare(golden, tiny.finish())
     assert modules(result) == ["model.layers.0.self_attn.o_proj"]
     assert result.origins[0]["request"] == "a"
+
+
+def _routed(dump: MemoryDump, alone: bool) -> MemoryDump:
+    """With chosen experts of prompts' rows. alone: of other rows only the sampler's tensors."""
+    prompts = {at[1] for at, of in dump.rows.items() if at[2] == "tokens" and of.segments[0].phase == PREFILL}
+    for step in prompts:
+        n = dump.rows[0, step, "tokens"].n
+        dump.add(0, step, "model.layers.0.mlp", "input.topk_ids", np.tile([1, 3], (n, 1)), "int32", 12, "tokens")
+    if alone:
+        dump.records = [r for r in dump.records if r.tap == "sampler" or r.step in prompts or r.step is None]
+    return dump
+
+
+@pytest.mark.parametrize(
+    ("alone", "factor", "verdict", "why"),
+    [(False, 1.5, "fail", UPSTREAM), (False, np.nan, "fail", UPSTREAM), (True, 1.5, "pass", UNROUTED),
+     (True, np.nan, "fail", UPSTREAM)],
+)  # fmt: skip
+def test_best_logits_of_rows_whose_experts_were_not_compared(
+    alone: bool, factor: float, verdict: str, why: str
+) -> None:
+    """Not judged, which is counted and said, where no module of these rows was compared; NaN is."""
+
+    def fault(values: np.ndarray, positions: np.ndarray, decode: np.ndarray) -> np.ndarray:
+        return np.where(decode[:, None], np.roll(values * np.float32(factor), 1, axis=1), values)
+
+    dumps = [_routed(capture(together=False, faults=faults), alone) for faults in ({}, {"compute_logits": fault})]
+    found = compare(*dumps)
+    assert found.verdict == verdict
+    assert {flip["why"] for flip in found.tokens["flipped"]} == {why}
+    assert found.coverage["skipped"].get(NOT_COMPARED, 0) == (3 if why == UNROUTED else 0)
+    assert any("their experts were not compared" in note for note in found.notes) is (why == UNROUTED)

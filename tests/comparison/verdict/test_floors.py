@@ -187,8 +187,8 @@ def test_a_tensor_without_rows_is_left_out_whole():
 )  # fmt: skip
 def test_rows_whose_experts_were_not_compared(first, note, left):
     found, errors = settled(Rerouted(first=first))
-    assert unrouted(found, RowSet(KEYS), errors, KEYS) is found
-    found = unrouted(found, RowSet(KEYS), errors, KEYS[[1, 2, 1]])
+    assert unrouted(found, errors, np.zeros(4, bool)) is found
+    found = unrouted(found, errors, np.array([True, False, False, True]))
     assert (found.note, found.left.tolist()) == (note, left)
     assert errors.err.tolist() == [float(not out) for out in left]
 

@@ -132,6 +132,19 @@ def test_an_error_of_a_truncating_kernel_that_a_bound_allows_is_not_proved_wrong
         assert passed or (v.measure, v.row, v.column) == ("element", 3, 4)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_truncation_excuses_no_error_that_is_proved(early: bool) -> None:
+    """Toward zero, where truncation's mean lies: beyond twice half a step and the bound nothing is right."""
+    y = exact(40, 2048)
+    step = rounding.steps(y, "bfloat16")
+    bound = noise = 0.1 * step
+    mine = nearest((1 - 2 / 3 * UNIT["bfloat16"]) * y, "bfloat16") if early else cut(y, "bfloat16")
+    for steps, tier in ((1.19, ""), (1.25, "proved"), (1.9, "proved")):
+        mine[3, 4] = y[3, 4] - torch.sign(y[3, 4]) * steps * step[3, 4]
+        v = rounding.judge(y, mine, "bfloat16", noise=noise, bound=bound)
+        assert (v.passed, v.tier) == (not tier, tier)
+
+
 def test_rows_of_one_step_may_come_from_two_kernels() -> None:
     y = exact(40, 2048)
     noise = 2.0**-8 * y.abs()

@@ -8,7 +8,7 @@ pairs agree with it. Not here: the finding itself (judge/), what was recorded of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -270,9 +270,11 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
 
 
 def judge_flips(
-    setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Compared
-) -> tuple[list[dict[str, Any]], list[OriginEntry], Compared]:
-    """(entries of ``tokens.flipped``, the sampler's origins, the pairs with verdicts)."""
+    setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Compared,
+    unrouted: Collection[int] = (),
+) -> tuple[list[dict[str, Any]], list[OriginEntry], Compared]:  # fmt: skip
+    """(entries of ``tokens.flipped``, the sampler's origins, the pairs with verdicts). unrouted: keys of rows whose
+    logits are not judged, because their experts were not compared."""
     entries: list[dict[str, Any]] = []
     failed: list[_Failed] = []
     verdicts: dict[int, str] = {}
@@ -284,6 +286,8 @@ def judge_flips(
         masks = sides[0], sides[1]
         requested = near_ties.RequestedRow.of(found.get("asked"))
         why = near_ties.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, requested)
+        if why == near_ties.NEAR_TIE and flip.key in unrouted:
+            why = near_ties.UNROUTED
         text = requested.sentence(why) if why in near_ties.FAILED else ("", "")
         words = ": ".join(filter(None, text))
         entries.append(near_ties.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))

@@ -122,11 +122,10 @@ def settle(
     return RerouteNote(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
 
 
-def unrouted(settled: RerouteNote, rows: RowSet, errors: RowErrors, routed: np.ndarray) -> RerouteNote:
-    """Also leaves out rows that are not among the ``routed``, whose experts were compared: a pack has the best logits
-    of all rows, and experts of some."""
-    unseen = ~np.isin(rows.keys, routed)
-    if len(errors.err) != len(unseen) or not unseen.any():
+def unrouted(settled: RerouteNote, errors: RowErrors, unseen: np.ndarray) -> RerouteNote:
+    """Also leaves out ``unseen`` rows (bool [rows]), in which no module was compared, nor what its router chose: a pack
+    has the best logits of all rows, and modules of some."""
+    if not unseen.any():
         return settled
     _forgive(errors, unseen)
     note = f"{int(unseen.sum())} rows whose experts were not compared are not judged"
@@ -470,7 +469,8 @@ class _Judge:
     replicas: int = 0
     rerouted: Rerouted = field(default_factory=Rerouted)
     chosen: blame.Chosen = field(default_factory=dict)
-    routed: list[np.ndarray] = field(default_factory=list)
+    routed: bool = False
+    unrouted: set[int] = field(default_factory=set)
 
     def run(self) -> Comparison:
         setting = self.measured.setting
@@ -510,7 +510,7 @@ class _Judge:
         compared = [p for p, _ in self.pairs]
         origins = with_constants(origins, setting.settings, setting.modules, compared)
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
-        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
+        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged, self.unrouted)
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
@@ -536,7 +536,7 @@ class _Judge:
             mine_run=setting.mine_run,
             golden_ids=setting.golden_ids,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.rerouted)
+            coverage=finished(setting.coverage, self.rerouted, len(self.unrouted))
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,
@@ -628,10 +628,9 @@ class _Judge:
             for one in each
         ]  # fmt: skip
         if is_choice(unit.key[1], unit.cls):
-            self.routed += [own_rows.keys for own_rows in rows if len(own_rows.keys)]
-        if unit.key[0] == SAMPLER and self.routed:
-            routed = np.concatenate(self.routed)
-            settled = [unrouted(*one, routed) for one in zip(settled, rows, errors, strict=True)]
+            self.routed = True
+        if unit.key[0] == SAMPLER and unit.key[1] != TOKEN and self.routed:
+            settled = self._unrouted(settled, parts, rows, errors)
         for part, own_rows, error, total in zip(parts, rows, errors, totals, strict=True):
             add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row)
         self._add(unit, unit.parts, errors, limits, [s.note for s in settled])
@@ -649,6 +648,23 @@ class _Judge:
             shared = shared_rows(parts, errors, rows)
             self._trace(replace(unit, columns=columns), rows, which, known, created, everywhere, max(allowed, 0.0),
                         weak, shared=shared)  # fmt: skip
+
+    def _unrouted(
+        self, settled: list[RerouteNote], parts: Sequence[Part], rows: Sequence[RowSet], errors: Sequence[RowErrors]
+    ) -> list[RerouteNote]:
+        """What `unrouted` makes of each part. No expert makes NaN of numbers: rows with it are judged."""
+        keys = np.concatenate([NO_ROWS.keys, *(of.keys for of in rows)])
+        unseen = np.ones(len(keys), bool)
+        for known in {id(t.seen): t.seen.keys for t in self.traces if t.rounding and t.tap != SAMPLER}.values():
+            unseen &= ~np.isin(keys, known)
+        end = 0
+        for i, (part, of, error) in enumerate(zip(parts, rows, errors, strict=True)):
+            start, end = end, end + len(of.keys)
+            if not part.identical and len(error.err) == len(of.keys):
+                out = unseen[start:end] & (error.measure != NONFINITE)
+                settled[i] = unrouted(settled[i], error, out)
+                self.unrouted.update(of.keys[out].tolist())
+        return settled
 
     def _by_lines(self, unit: MeasuredUnit, parts: LazyTable[Part]) -> None:
         """Parts that lines decided, all equal, or all by statistics, of one form, where no row is forgiven."""

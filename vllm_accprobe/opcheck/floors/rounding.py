@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.kernels.float_formats import LOW, half_step
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.floors.verdict import judge as judge_nearest
@@ -149,6 +150,8 @@ def judge(
         return replace(nearest, rounding=how) if how else nearest
     if not found.toward_zero and not best.passed:
         return nearest
+    if best.passed and nearest.tier == PROVED:  # which is so for any direction of rounding
+        return replace(nearest, rounding=how)
     return replace(best, rounding=how or EARLIER, worst_row_rel_l2=nearest.worst_row_rel_l2)
 
 
