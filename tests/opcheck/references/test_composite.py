@@ -133,6 +133,15 @@ def test_what_a_part_receives() -> None:
     assert found["inside.mlp/x"].note == NOT_RECEIVED
 
 
+def test_what_parts_received_alone_is_no_result_of_a_block() -> None:
+    """It may show a fault, and never that the block is right."""
+    code = {"output.0": "mlp[0]", "own_code": "mlp", "inside.mlp/x": "self_attn[0]"}
+    call = block("OddBlock", A, {"self_attn": B, "mlp": A}, x=X, attrs={"forward": code}, more={"inside.mlp/x": X})
+    found = evaluated(call)
+    assert set(found) == {"output.0", "inside.mlp/x"}
+    assert all(e.unseen for e in found.values())
+
+
 HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}
 FORGETS = {"forward": {"output.0": "((hidden_states + self_attn[0]) + mlp[0])"}}
 HALVES = {"forward": {"output.0": "((hidden_states + (self_attn[0] * 0.5)) + (mlp[0] * 0.5))"}}
