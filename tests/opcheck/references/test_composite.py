@@ -102,6 +102,8 @@ DECLINED: dict[str, tuple[Call, str]] = {
     "nothing inside": (block("LlamaMLP", A, {}), "nothing inside it was captured"),
     "another shape": (block(MOE, A + M, {"shared_expert": A, "experts": A, "experts/output.1": M[:, :1]}, x=X),
                       "the output of this block does not follow"),
+    "an attention that adds its residual": (replace(
+        block("BloomAttention", X, {"dense": A}), inputs={"residual": M}), "does not follow"),
     "a factor of nobody": (block("MoERunner", A, ROUTED, config={"routed_scaling_factor": 2.5}), "scaling factor"),
     **{f"{cls} without all its parts": (
         block(cls, A, {"self_attn": A, "o_proj": A}, extra={"unseen": ("mlp", "post_norm")}),
@@ -222,6 +224,13 @@ def test_a_router_is_held_to_its_own_logits() -> None:
     assert found["output.1"].value[0].tolist() == [p[0, 1].item(), 0.0]
     assert found["output.2"].value[0].tolist() == [1, -1]  # expert 0 should not have been chosen
     assert found["output.2"].reason == "two experts are tied"
+
+
+def test_a_router_adds_its_bias() -> None:
+    x, w, b = draw(2, 4), draw(3, 4), draw(3)
+    call = Call("r", "GptOssTopKRouter", {"hidden_states": x}, params={"weight": w, "bias": b},
+                outputs={"output.0": x @ w.T + b})  # fmt: skip
+    torch.testing.assert_close(evaluated(call)["output.0"].value, x.double() @ w.double().T + b)
 
 
 @pytest.mark.parametrize("cls", ["MambaMixer2", "ShortConv", "MiniMaxText01LinearAttention"])

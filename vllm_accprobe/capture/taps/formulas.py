@@ -465,8 +465,8 @@ class _Follower:
         arguments = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
         named = {k.arg: self._value(k.value, path) for k in node.keywords}
         value = function.value if isinstance(function, _Known) else None
-        direct = isinstance(node.func, ast.Attribute) and node.func.attr == "forward" and isinstance(owner, _Known)
-        if direct:
+        direct = isinstance(node.func, ast.Attribute) and node.func.attr == "forward"
+        if direct and isinstance(owner, _Known):
             value = owner.value  # a tap may already be in place of it
         if isinstance(owner, tuple):  # a list, which has more or other items from now on
             path.names |= {n: _Cell(None) for n, v in path.names.items() if v == owner}

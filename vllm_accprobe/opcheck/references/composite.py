@@ -167,6 +167,7 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
 
 def _last(call: Call, *children: str) -> dict[str, Expected]:
     """output.0 from the first of these children that was captured and ran last."""
+    decline_if(call.maybe("residual") is not None, NOT_HANDED_ON)  # it is added behind that child
     return _handed_on(call, *(("output.0", child, "output.0") for child in children))
 
 
@@ -251,11 +252,13 @@ class Formula:
 
     def _changed(self) -> Iterator[str]:
         """What parts wrote into, by their formulas, before this output was made, or this part received it."""
-        code, parts = self._call.attrs.get(FORWARD), inside(self._call)
-        writes = [(path, role.removeprefix(_INPLACE), r) for path, role, r in parts if role.startswith(_INPLACE)]
+        found: Any = self._call.attrs.get(FORWARD)
+        code: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         part = self._role.removeprefix(INSIDE).rpartition("/")[0]
-        for path, name, r in writes if isinstance(code, Mapping) else ():
-            text, outputs = code.get(f"{INSIDE}{path}/{name}"), self._records(part, "output.0")
+        for path, name, r in inside(self._call) if code else ():
+            if not name.startswith(_INPLACE):
+                continue
+            text, outputs = code.get(f"{INSIDE}{path}/{name.removeprefix(_INPLACE)}"), self._records(part, "output.0")
             if isinstance(text, str) and path != part and not any(x.seq < r.seq for x in outputs):
                 yield text
 
