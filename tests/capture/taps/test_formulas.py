@@ -284,6 +284,116 @@ class Undecided(Turns):
         return self.norm(x)
 
 
+class Nested(Block):
+    """A turn for each of 16 million numbers."""
+
+    def forward(self, x):
+        for i in range(256):
+            for j in range(256):
+                for k in range(256):
+                    x = x + i + j + k
+        return self.mlp(x)
+
+
+class Long(Block):
+    """More branches than Python may nest calls."""
+
+    def forward(self, x):
+        for k in range(500):
+            if k > 1:
+                x = x.relu()
+            if k > 2:
+                x = x.relu()
+        return self.mlp(x)
+
+
+class Retyped(Block):
+    def forward(self, x):
+        return self.attn(x).view(torch.int16), self.mlp(x).view(x.dtype)
+
+
+class Gathered(Block):
+    def forward(self, x):
+        states = [x]
+        states.append(self.attn(states[-1]))
+        return states[-1], self.mlp(x)
+
+
+class Hooked(Block):
+    """A hook doubles what one part gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn.register_forward_hook(lambda module, args, output: output * 2)
+        self.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+    def forward(self, x):
+        return self.attn(x), self.mlp(self.norm(x))
+
+
+class Acts(Block):
+    """An activation writes into what it receives."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.attn(x)
+        z = self.norm(x)
+        return y + self.mlp(y), z
+
+
+class Passes(Block):
+    """What an identity gave is its input itself."""
+
+    def forward(self, x):
+        y = self.attn(x)
+        y += 1
+        return x, self.mlp(y)
+
+
+class Kept(Block):
+    """What has a name elsewhere may be changed there."""
+
+    def forward(self, x):
+        y = self.attn(x)
+        self.last = y
+        self.last += 1
+        return y, self.mlp(self.last)
+
+
+class MaybeCopied(Block):
+    """In memory of its own where it was not contiguous."""
+
+    def forward(self, x):
+        y = self.attn(x)
+        z = y.reshape(-1)
+        z += 1
+        return y
+
+
+class Buffers(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.ones(2))
+        self.register_buffer("other", torch.ones(2))
+
+    def forward(self, x):
+        y = x * self.gain
+        self.gain.data.mul_(2.0)
+        return y, x * self.other
+
+
+class Updates(Buffers):
+    def forward(self, x):
+        self.update()
+        return x * self.gain, x * self.other
+
+    def update(self):
+        self.gain.add_(1.0)
+
+
 class Viewed(Block):
     def forward(self, x):
         y = self.attn.forward(x.view(-1, 2))
@@ -292,7 +402,13 @@ class Viewed(Block):
 
 @pytest.mark.parametrize(("block", "wanted"), [
     (Turns(), {"output.0": "(layers.2[0] + layers.2[1])"}), (Leaves(), {"output.1": "mlp[0]"}),
-    (Undecided(6), {"output": "norm"}), (Viewed(), {"output.0": "(x + attn[0])"}),
+    (Undecided(6), {"output": "norm"}), (Viewed(), {"output.0": "(view(x) + view(attn[0]))"}),
+    (Nested(), {"output": "mlp", "own_code": "mlp"}), (Long(), {"output": "mlp", "own_code": "mlp"}),
+    (Retyped(), {}), (Gathered(), {"output.1": "mlp[0]", "own_code": "mlp"}),
+    (Hooked(), {"output.1": "mlp[0]"}),
+    (Acts(), {"output.1": "norm[0]"}), (Passes(), {"output.1": "mlp[0]"}),
+    (Kept(), {"output.1": "mlp[0]", "own_code": "mlp"}),
+    (MaybeCopied(), {}), (Buffers(), {"output.1": "(x * own.other)"}), (Updates(), {}),
     (Sequence(), {"output.0": "((x + attn[0]) + mlp[0])"}),
     (Factored(), {"output.0": "(x + (attn[0] * 0.25))"}),
     (InPlace(), {"output.0": "(mlp[0] + (x + attn[0]))"}),

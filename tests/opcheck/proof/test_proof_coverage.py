@@ -1,6 +1,7 @@
 """What a replay says of itself: how many rows it checked, and the smallest error that it would have named there."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def test_a_class_is_counted_row_by_row(tmp_path, clean):
     limit = result.pairs[-1].limit
     assert alone["smallest"] == {"row": limit, "column": limit * WIDTH**0.5, "one_row": limit}
     assert decode(dict[str, ModuleCover], json.loads(json.dumps(to_plain(clean)))) == clean
+
+
+def test_rows_that_parts_received_are_none_of_a_block(tmp_path):
+    rows, pooled = replayed(build(tmp_path / "d"))
+    for heads, checked in ((8, 8), (8, 4)):
+        more = [replace(r, role="part/input.x", rows=heads * r.rows, checked=checked * r.rows) for r in rows]
+        found = covers([*rows, *more], pooled)["layers.0.self_attn.attn"]
+        assert found[:3] == ("Attention", 3, 23)
+        assert (found.checked == 23) == (heads == checked)
 
 
 def test_a_row_is_checked_where_all_that_came_out_of_it_is(tmp_path):

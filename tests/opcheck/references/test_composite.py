@@ -102,6 +102,8 @@ DECLINED: dict[str, tuple[Call, str]] = {
     "nothing inside": (block("LlamaMLP", A, {}), "nothing inside it was captured"),
     "another shape": (block(MOE, A + M, {"shared_expert": A, "experts": A, "experts/output.1": M[:, :1]}, x=X),
                       "the output of this block does not follow"),
+    "an attention that adds its residual": (replace(
+        block("BloomAttention", X, {"dense": A}), inputs={"residual": M}), "does not follow"),
     "a factor of nobody": (block("MoERunner", A, ROUTED, config={"routed_scaling_factor": 2.5}), "scaling factor"),
     **{f"{cls} without all its parts": (
         block(cls, A, {"self_attn": A, "o_proj": A}, extra={"unseen": ("mlp", "post_norm")}),
@@ -131,6 +133,15 @@ def test_what_a_part_receives() -> None:
     torch.testing.assert_close(found["inside.norm/x"].value, X + B, rtol=1e-15, atol=0.0)
     assert torch.equal(found["inside.mlp/x"].value, M)
     assert found["inside.mlp/x"].note == NOT_RECEIVED
+
+
+def test_what_parts_received_alone_is_no_result_of_a_block() -> None:
+    """It may show a fault, and never that the block is right."""
+    code = {"output.0": "mlp[0]", "own_code": "mlp", "inside.mlp/x": "self_attn[0]"}
+    call = block("OddBlock", A, {"self_attn": B, "mlp": A}, x=X, attrs={"forward": code}, more={"inside.mlp/x": X})
+    found = evaluated(call)
+    assert set(found) == {"output.0", "inside.mlp/x"}
+    assert all(e.unseen for e in found.values())
 
 
 HALF = {"scale_depth": 1.0, "num_hidden_layers": 4}
@@ -213,6 +224,13 @@ def test_a_router_is_held_to_its_own_logits() -> None:
     assert found["output.1"].value[0].tolist() == [p[0, 1].item(), 0.0]
     assert found["output.2"].value[0].tolist() == [1, -1]  # expert 0 should not have been chosen
     assert found["output.2"].reason == "two experts are tied"
+
+
+def test_a_router_adds_its_bias() -> None:
+    x, w, b = draw(2, 4), draw(3, 4), draw(3)
+    call = Call("r", "GptOssTopKRouter", {"hidden_states": x}, params={"weight": w, "bias": b},
+                outputs={"output.0": x @ w.T + b})  # fmt: skip
+    torch.testing.assert_close(evaluated(call)["output.0"].value, x.double() @ w.double().T + b)
 
 
 @pytest.mark.parametrize("cls", ["MambaMixer2", "ShortConv", "MiniMaxText01LinearAttention"])

@@ -4,11 +4,11 @@ The problem: a layer adds, scales and hands on between its parts, where nothing 
 its own way. The idea: the source of a module's forward is followed symbolically, once a module, before it is tapped:
 the module's own numbers and switches are known, its children are calls, and every path through the code gives an
 expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
-output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``a if w else b``, where w says whether
-the input or output w is there. ``output`` alone names the child all of whose outputs are handed on,
-``inside.path/name`` is the input of that name of the child at that path, ``own_code`` children whose inputs are not
-followed. What is not followed (functions, slices, a child called twice) has no formula. Not here: what a formula makes
-of tensors (opcheck/references).
+output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``view(w)``, all of w in another
+shape; ``a if w else b``, where w says whether the input or output w is there. ``output`` alone names the child all of
+whose outputs are handed on, ``inside.path/name`` is the input of that name of the child at that path, ``own_code``
+children whose inputs are not followed. What is not followed (functions, slices, a child called twice) has no formula.
+Not here: what a formula makes of tensors (opcheck/references).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import itertools
 import operator
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
-_MOST_TURNS = 512
-"""Chosen: of a loop that is followed turn by turn."""
+_MOST_TURNS = 2048
+"""Chosen: of all loops of one forward that are followed turn by turn, on all its paths."""
 _BUILTINS: dict[str, Any] = {
     "isinstance": isinstance,
     "tuple": tuple,
@@ -52,9 +52,12 @@ _BUILTINS: dict[str, Any] = {
 _PLAIN = (bool, int, float, str, type(None), dict, list)
 _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
 """Attributes and methods of a tensor that give none of its elements."""
-_COPIES = ("contiguous", "clone")
-_VIEWS = ("detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
-"""Methods of a tensor that leave its numbers and their order as they are, in memory of its own or in the same."""
+_SHAPES = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+_SAME = ("contiguous", "clone", "detach", *_SHAPES)
+"""Methods of a tensor that leave its numbers and their order as they are; `_SHAPES`: in another shape."""
+_MAY_COPY = ("contiguous", "reshape", "flatten", "reshape_as")
+_PASSING = (torch.nn.Identity, torch.nn.modules.dropout._DropoutNd)
+"""Modules that give their input itself where nothing is dropped."""
 _NEUTRAL = torch.no_grad()(lambda: None).__code__.co_filename
 """Where torch's own decorators (no_grad, inference_mode) are written."""
 
@@ -66,11 +69,13 @@ class _Lost(Exception):
 @dataclass
 class _Cell:
     """A tensor: what it is, None where that is not known. optional: it may be None instead; layers: it comes out of a
-    loop over modules."""
+    loop over modules; viewed: in another shape; copied: some of its names may have memory of their own."""
 
     text: str | None
     optional: bool = False
     layers: bool = False
+    viewed: bool = False
+    copied: bool = False
     base: Any = field(default=None, compare=False)
     """The tensor whose memory it may be."""
 
@@ -78,11 +83,12 @@ class _Cell:
 @dataclass
 class _Child:
     """All that one call of a child gave. lost: it may have been changed since; added: what it was called with behind
-    its first argument, which a fused addition and norm writes into."""
+    its first argument, which a fused addition and norm writes into; passed: what it may give back as it is."""
 
     path: str
     lost: bool = False
     added: tuple[Any, ...] = field(default=(), compare=False)
+    passed: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
             if isinstance(new, _Cell):
                 new.base = _copied(new.base, memo)
             else:
-                new.added = _copied(new.added, memo)
+                new.added, new.passed = _copied(new.added, memo), _copied(new.passed, memo)
         return memo[id(value)]
     if isinstance(value, tuple):
         return tuple(_copied(v, memo) for v in value)
@@ -168,7 +174,7 @@ def formulas(module: torch.nn.Module, named: ArgumentNames | None = None) -> dic
         if set(function.__code__.co_freevars) - {"__class__"}:
             return {}
         body, arguments = _parsed(function)
-        with contextlib.suppress(_Lost):
+        with contextlib.suppress(_Lost, RecursionError):
             return _Follower(module, function, named, unroll=True).outputs(body, arguments)
         return _Follower(module, function, named, unroll=False).outputs(body, arguments)
     except (Exception, SystemExit):  # a model's source may be anything, and what it says may divide by 0
@@ -190,12 +196,12 @@ class _Follower:
         self._unroll = unroll
         self._received: dict[str, str | None] = {}
         self._paths = {id(m): name for name, m in module.named_modules() if name}
-        self._left, self._blind, self._written = _MOST_PATHS, set[str](), set[str]()
+        self._left, self._turns_left = _MOST_PATHS, _MOST_TURNS
+        self._blind, self._written = set[str](), set[str]()
 
     def outputs(self, body: Sequence[ast.stmt], arguments: Sequence[str]) -> dict[str, str]:
         names: dict[str, Any] = {name: _Cell(name, optional=True) for name in arguments[1:]}
-        attributes = (n for s in body for n in ast.walk(s) if isinstance(n, ast.Attribute))
-        self._written = {n.attr for n in attributes if not isinstance(n.ctx, ast.Load)}
+        self._written = _written(body, self._module)
         result = self._run(body, _Path({arguments[0]: _Known(self._module), **names}))
         inside = {role: text for role, text in self._received.items() if text is not None}
         if isinstance(result, _Child) and not result.lost:
@@ -216,19 +222,24 @@ class _Follower:
 
     def _run(self, body: Sequence[ast.stmt], path: _Path) -> Any:
         """What is returned; None where the end is reached without, or an error is raised."""
-        for at, s in enumerate(body):
-            rest = body[at + 1 :]
+        todo = [*reversed(body)]
+        while todo:
+            s = todo.pop()
             if isinstance(s, ast.Return):
                 return self._value(s.value, path) if s.value is not None else None
             if isinstance(s, ast.Raise):
                 return None
             if isinstance(s, ast.If):
-                return self._branch(s, rest, path)
-            if isinstance(s, ast.With):
-                return self._run([*s.body, *rest], path)
-            if isinstance(s, ast.For) and (turns := self._turns(s, path)) is not None:
-                return self._run([*(t for turn in turns for t in (_Bound(s.target, turn), *s.body)), *rest], path)
-            if isinstance(s, _Bound):
+                test = self._value(s.test, path)
+                decided = self._decided(test, path)
+                if decided is None:
+                    return self._branch(s, test, todo[::-1], path)
+                todo += reversed(s.body if decided else s.orelse)
+            elif isinstance(s, ast.With):
+                todo += reversed(s.body)
+            elif isinstance(s, ast.For) and (turns := self._turns(s, path)) is not None:
+                todo += reversed([t for turn in turns for t in (_Bound(s.target, turn), *s.body)])
+            elif isinstance(s, _Bound):
                 self._bind(s.target, s.value, path)
             elif isinstance(s, (ast.For, ast.While)):
                 self._loop(s, path)
@@ -247,11 +258,7 @@ class _Follower:
                 raise _Lost
         return None
 
-    def _branch(self, s: ast.If, rest: Sequence[ast.stmt], path: _Path) -> Any:
-        test = self._value(s.test, path)
-        decided = self._decided(test, path)
-        if decided is not None:
-            return self._run([*(s.body if decided else s.orelse), *rest], path)
+    def _branch(self, s: ast.If, test: Any, rest: Sequence[ast.stmt], path: _Path) -> Any:
         self._left -= 1
         if self._left < 0:
             raise _Lost
@@ -274,7 +281,11 @@ class _Follower:
     def _turns(self, s: ast.For, path: _Path) -> Sequence[Any] | None:
         """What a loop over known modules or numbers goes through; None where it is not followed turn by turn."""
         left = s.orelse or any(isinstance(n, (ast.Break, ast.Continue)) for b in s.body for n in ast.walk(b))
-        return self._items(s.iter, path) if self._unroll and not left else None
+        turns = self._items(s.iter, path) if self._unroll and not left else None
+        self._turns_left -= len(turns or ())
+        if self._turns_left < 0:
+            raise _Lost
+        return turns
 
     def _items(self, node: ast.expr, path: _Path) -> Sequence[Any] | None:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
@@ -332,6 +343,8 @@ class _Follower:
                 self._bind(one, value[k] if whole else _Cell(None), path)
         elif isinstance(target, ast.Subscript):  # a part of it is another from now on
             _lose(self._value(target.value, path))
+        elif isinstance(target, ast.Attribute):  # it has a name that is not followed
+            _lose((self._value(target.value, path), value))
 
     def _in_place(self, s: ast.AugAssign, path: _Path) -> None:
         if not isinstance(s.target, ast.Name):
@@ -344,7 +357,7 @@ class _Follower:
         new = self._arithmetic(s.op, old, self._value(s.value, path))
         if isinstance(old, _Cell) and isinstance(new, _Cell):
             _lose(old.base)
-            old.text, old.optional = new.text, False  # other names of this tensor see it, too
+            old.text, old.optional = None if old.copied else new.text, False  # its other names see it, too
             new = old
         path.names[s.target.id] = new
 
@@ -452,23 +465,35 @@ class _Follower:
         arguments = [self._value(a.value if isinstance(a, ast.Starred) else a, path) for a in node.args]
         named = {k.arg: self._value(k.value, path) for k in node.keywords}
         value = function.value if isinstance(function, _Known) else None
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "forward" and isinstance(owner, _Known):
+        direct = isinstance(node.func, ast.Attribute) and node.func.attr == "forward"
+        if direct and isinstance(owner, _Known):
             value = owner.value  # a tap may already be in place of it
+        if isinstance(owner, tuple):  # a list, which has more or other items from now on
+            path.names |= {n: _Cell(None) for n, v in path.names.items() if v == owner}
         if isinstance(value, torch.nn.Module):
             name = self._paths.get(id(value))
             if name is None or name in path.called:
                 self._receives(name, value, None, named)
                 return _Cell(None)
             path.called.add(name)
-            starred = any(isinstance(a, ast.Starred) for a in node.args)
-            self._receives(name, value, None if starred else arguments, named)
+            unknown = any(isinstance(a, ast.Starred) for a in node.args) or (value._forward_pre_hooks and not direct)
+            self._receives(name, value, None if unknown else arguments, named)
             if any(_is_blind(v) for v in (*arguments, *named.values())):
                 self._blind.add(name)
-            return _Child(name, added=(*arguments[1:], *(v for k, v in named.items() if "residual" in str(k))))
+            if getattr(value, "inplace", False) is True:
+                _lose((*arguments, *named.values()))
+            added = (*arguments[1:], *(v for k, v in named.items() if "residual" in str(k)))
+            passed = arguments[0] if isinstance(value, _PASSING) and arguments else None
+            return _Child(name, bool(value._forward_hooks) and not direct, added, passed)
         method = node.func.attr if isinstance(function, _Cell) and isinstance(node.func, ast.Attribute) else ""
-        if method in (*_COPIES, *_VIEWS):
+        if method in _SAME:
             same: Any = _part(owner, 0) if isinstance(owner, _Child) else owner
-            return same if method in _VIEWS else _Cell(same.text, same.optional, same.layers)
+            if method == "view" and ("dtype" in named or any(map(_is_dtype, arguments, node.args))):
+                return _Cell(None, base=same)
+            if method == "clone":
+                return _Cell(same.text, same.optional, same.layers, same.viewed)
+            same.viewed, same.copied = same.viewed or method in _SHAPES, same.copied or method in _MAY_COPY
+            return same
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
             return self._of_ranks(value, arguments)
         if value is isinstance and len(arguments) == 2 and isinstance(arguments[1], _Known):
@@ -527,7 +552,7 @@ class _Follower:
         if len(numbers) == 2:
             ints = [n for n in numbers if isinstance(n, int)]
             return _Known(compute(*numbers)) if all(n.bit_length() < _MOST_LETTERS for n in ints) else _OTHER
-        texts = [v.text if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
+        texts = [_operand(v) if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
         whole = all(t is not None for t in texts) and any(isinstance(v, _Cell) for v in values)
         return _bounded(f"({texts[0]} {sign} {texts[1]})" if whole else None)
 
@@ -536,6 +561,33 @@ def _is_blind(v: Any) -> bool:
     if isinstance(v, tuple):
         return any(map(_is_blind, v))
     return (isinstance(v, _Cell) and v.text is None and not v.layers) or (isinstance(v, _Child) and v.lost)
+
+
+def _written(body: Sequence[ast.stmt], module: torch.nn.Module) -> set[str]:
+    """Attributes that a forward assigns, and tensors among them that it, or a method that it calls, may write into."""
+    found, own = set[str](), {*module._parameters, *module._buffers}
+    for node in (n for s in body for n in ast.walk(s)):
+        changed: Any = None
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            changed = node.func.value if name.endswith("_") else None
+            if inspect.isfunction(getattr(type(module), name, None)) and not hasattr(torch.nn.Module, name):
+                found |= module._buffers.keys()
+        found |= {n.attr for n in ast.walk(changed) if isinstance(n, ast.Attribute)} & own if changed else set()
+    return found
+
+
+def _is_dtype(value: Any, node: ast.expr) -> bool:
+    named = isinstance(node, ast.Attribute) and node.attr == "dtype"
+    return named or (isinstance(value, _Known) and isinstance(value.value, torch.dtype))
+
+
+def _operand(cell: _Cell) -> str | None:
+    return f"view({cell.text})" if cell.viewed and cell.text is not None else cell.text
 
 
 def _is_number(value: Any) -> bool:
@@ -576,6 +628,7 @@ def _lose(value: Any) -> None:
             _lose(v)
         elif isinstance(v, _Child):
             v.lost = True
+            _lose(v.passed)
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -622,6 +675,8 @@ def _either(there: str | None, a: Any, b: Any) -> Any:
     if isinstance(a, tuple) or isinstance(b, tuple):
         return _Cell(None)
     one, other = _text(a), _text(b)
+    viewed = any(isinstance(v, _Cell) and v.viewed for v in (a, b))
     if one == other:
-        return _Cell(one)
-    return _bounded(f"({one} if {there} else {other})" if None not in (there, one, other) else None)
+        return _Cell(one, viewed=viewed)
+    found = _bounded(f"({one} if {there} else {other})" if None not in (there, one, other) else None)
+    return replace(found, viewed=viewed)

@@ -13,6 +13,7 @@ Elsewhere: the arithmetic (references/), inputs that are slices or sums of outpu
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -414,6 +415,10 @@ _OVER_RANKS = tuple(
 _SUMMED_INSIDE = ("MoERunner", "FusedMoE", "SharedFusedMoE")
 
 
+def _last(records: Mapping[str, Record]) -> int:
+    return max((r.seq for r in records.values()), default=-1)
+
+
 class Neighbours:
     """Of the calls of ``index``."""
 
@@ -425,6 +430,7 @@ class Neighbours:
         self._scaling: dict[int, list[Module]] = {}
         self._below: dict[int, dict[str, frozenset[str]]] = {}
         self._by_step: dict[tuple[int, str], dict[int, list[Mapping[str, Record]]]] = {}
+        self._by_call: dict[tuple[int, str, str, int], dict[int, list[Mapping[str, Record]]]] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
@@ -460,10 +466,14 @@ class Neighbours:
         inner, own = self._steps(rank, child).get(place[0], []), self._steps(rank, tap).get(place[0], [])
         if len(own) < 2 or not inner:
             return inner
-        ends = sorted(max(r.seq for r in records.values()) for records in own)
-        mine = max((r.seq for r in self._index.records_of(rank, tap, *place).values()), default=-1)
-        before = max((e for e in ends if e < mine), default=-1)
-        return [records for records in inner if before < max(r.seq for r in records.values()) <= mine]
+        key = rank, tap, child, place[0]
+        if key not in self._by_call:
+            ends = sorted(_last(records) for records in own)
+            found = self._by_call[key] = {end: [] for end in ends}
+            for records in inner:
+                for end in ends[(at := bisect_left(ends, _last(records))) : at + 1]:
+                    found[end].append(records)
+        return self._by_call[key].get(_last(self._index.records_of(rank, tap, *place)), [])
 
     def _steps(self, rank: int, tap: str) -> Mapping[int, list[Mapping[str, Record]]]:
         """The records of a tap's calls, by step."""

@@ -75,11 +75,17 @@ def _cover(rows: Sequence[CheckResult], pooled: Sequence[Pooled]) -> ModuleCover
 def _rows(ranks: Mapping[int, Sequence[CheckResult]]) -> tuple[int, int]:
     """(rows, rows that were checked) of one call: a row is checked where all that came out of it is, on all ranks that
     share it. Ranks with other numbers of rows computed other requests."""
-    whole = [max(c.rows for c in of) for of in ranks.values()]
-    checked = [min(c.checked if c.status in (PASS, FAIL) else 0 for c in of) for of in ranks.values()]
+    whole = [max([c.rows for c in of if "/" not in c.role] or [c.rows for c in of]) for of in ranks.values()]
+    checked = [min(_checked(c, n) for c in of) for n, of in zip(whole, ranks.values(), strict=True)]
     if len(set(whole)) == 1:
         return whole[0], min(checked)
     return sum(whole), sum(checked)
+
+
+def _checked(c: CheckResult, rows: int) -> int:
+    """Of so many rows; what a part received (``path/input.x``) may have others: each head's."""
+    found = c.checked if c.status in (PASS, FAIL) else 0
+    return found * rows // c.rows if "/" in c.role and c.rows else found
 
 
 def _outputs(rows: Iterable[CheckResult]) -> dict[_Output, list[CheckResult]]:

@@ -167,6 +167,7 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
 
 def _last(call: Call, *children: str) -> dict[str, Expected]:
     """output.0 from the first of these children that was captured and ran last."""
+    decline_if(call.maybe("residual") is not None, NOT_HANDED_ON)  # it is added behind that child
     return _handed_on(call, *(("output.0", child, "output.0") for child in children))
 
 
@@ -212,6 +213,7 @@ NOT_RECEIVED = "this part did not receive what the block's own code hands to it"
 def received(call: Call) -> dict[str, Expected]:
     """What the block's own code hands to its parts, of those inputs that were captured (roles ``inside.path/name``)."""
     found = {}
+    all_seen(call)
     for role, text in call.attrs[FORWARD].items() if isinstance(call.attrs[FORWARD], Mapping) else ():
         if role.startswith(INSIDE) and role in call.outputs and isinstance(text, str):
             with contextlib.suppress(Declined):
@@ -223,11 +225,13 @@ class Formula:
     """Evaluates one output's formula. Raises Declined for what the dump does not have, and for what is no formula."""
 
     def __init__(self, call: Call, role: str):
-        self._call, self._shape = call, call.outputs[role].shape
+        self._call, self._role, self._shape = call, role, call.outputs[role].shape
         self._size = math.prod(self._shape)
-        self._read: dict[tuple[str, int], Expected] = {}
+        self._unit = _unit(call.outputs[role])
+        self._read: dict[tuple[str, int, bool], Expected] = {}
 
     def expected(self, text: str) -> Expected:
+        decline_if(any(_holds(text, word) for word in self._changed()), "a part of the block changed what it received")
         try:
             tree = ast.parse(_named(text), mode="eval").body if len(text) <= _LONGEST else None
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -243,63 +247,86 @@ class Formula:
         if y.noise is None:  # handed on
             return replace(y, unit=0.0)
         # the last rounding is judged by the output's dtype
-        noise = combined(y.noise, (2.0 / 24.0**0.5 * self._call.unit) * y.value.abs())
-        return replace(y, noise=noise, bound=y.bound + SUM * y.value.abs())
+        noise = combined(y.noise, (2.0 / 24.0**0.5 * self._unit) * y.value.abs())
+        return replace(y, noise=noise, unit=None, bound=y.bound + SUM * y.value.abs())
 
-    def _value(self, node: ast.expr) -> Any:
+    def _changed(self) -> Iterator[str]:
+        """What parts wrote into, by their formulas, before this output was made, or this part received it."""
+        found: Any = self._call.attrs.get(FORWARD)
+        code: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        part = self._role.removeprefix(INSIDE).rpartition("/")[0]
+        for path, name, r in inside(self._call) if code else ():
+            if not name.startswith(_INPLACE):
+                continue
+            text, outputs = code.get(f"{INSIDE}{path}/{name.removeprefix(_INPLACE)}"), self._records(part, "output.0")
+            if isinstance(text, str) and path != part and not any(x.seq < r.seq for x in outputs):
+                yield text
+
+    def _value(self, node: ast.expr, whole: bool = False) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return float(node.value)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             value = self._value(node.operand)
             return -value if isinstance(value, float) else value
         if isinstance(node, ast.Name):
-            return self._here(self._call.tensor(node.id, node.id.removeprefix("_")))
+            return self._here(self._call.tensor(node.id, node.id.removeprefix("_")), whole)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "own":
-            return self._here(self._call.param(node.attr))
+            return self._here(self._call.param(node.attr), whole)
         if isinstance(node, ast.Subscript):
-            return self._output(*_place(node))
+            return self._output(*_place(node), whole)
         if isinstance(node, ast.IfExp):
-            return self._value(node.body if self._is_there(node.test) else node.orelse)
+            return self._value(node.body if self._is_there(node.test, node.body) else node.orelse, whole)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "view":
+            decline_if(len(node.args) != 1 or node.keywords, NO_FORMULA)
+            return self._value(node.args[0], whole=True)
         if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
             left, right = (self._rounded(self._value(side)) for side in (node.left, node.right))
             return self._of_two(type(node.op), left, right)
         raise Declined(NO_FORMULA)
 
-    def _here(self, tensor: Any) -> Expected:
-        if tensor.numel() == 1 or tuple(tensor.shape) == tuple(self._shape[-1:]):  # a factor, a bias
+    def _here(self, tensor: Any, whole: bool) -> Expected:
+        """whole: it was viewed in another shape, and may be no bias."""
+        kind = 0.0 if tensor.dim() == 0 else _unit(tensor)  # one number does not promote others
+        if tensor.numel() == 1 or (not whole and tuple(tensor.shape) == tuple(self._shape[-1:])):  # a factor, a bias
             tensor = tensor.reshape(()) if tensor.numel() == 1 else tensor
-            return Expected(tensor.double().expand(self._shape))
+            return Expected(tensor.double().expand(self._shape), unit=kind)
         decline_if(tensor.numel() != self._size, "a part whose output has another shape")
-        return Expected(tensor.double().reshape(self._shape))
+        return Expected(tensor.double().reshape(self._shape), unit=kind)
 
     def _records(self, path: str, role: str) -> list[Any]:
         return [r for p, found, r in inside(self._call) if (p, found) == (path, role)]
 
-    def _output(self, path: str, k: int) -> Expected:
-        if (path, k) not in self._read:
-            self._read[path, k] = self._once(path, k)
-        return self._read[path, k]
+    def _output(self, path: str, k: int, whole: bool) -> Expected:
+        if (path, k, whole) not in self._read:
+            self._read[path, k, whole] = self._once(path, k, whole)
+        return self._read[path, k, whole]
 
-    def _once(self, path: str, k: int) -> Expected:
+    def _once(self, path: str, k: int, whole: bool) -> Expected:
         found, read = self._records(path, f"output.{k}"), self._call.extra.get("read")
         if len(found) != 1 or read is None:
             raise Declined(f"{path} was called {len(found)} times" if len(found) > 1 else f"{path} was not captured")
         decline_if(getattr(found[0].layout, "kind", "") == "partial", "a sum over ranks")
-        return self._here(read(found[0]))
+        return self._here(read(found[0]), whole)
 
-    def _is_there(self, node: ast.expr) -> bool:
-        if isinstance(node, ast.Name):
-            return self._call.maybe(node.id) is not None
+    def _is_there(self, node: ast.expr, then: ast.expr) -> bool:
+        """Whether what ``node`` names was there; ``then``: what is the output in that case."""
         if isinstance(node, ast.Subscript):
             path, k = _place(node)
             return bool(self._records(path, f"output.{k}"))
-        raise Declined(NO_FORMULA)
+        decline_if(not isinstance(node, ast.Name), NO_FORMULA)
+        if self._call.maybe(node.id) is not None:  # type: ignore[attr-defined]
+            return True
+        try:
+            self._value(then)
+        except Declined:
+            return False
+        raise Declined("whether an optional input that is no tensor was there was not recorded")
 
     def _rounded(self, y: Any) -> Any:
         """What was computed is rounded before it is used."""
         if isinstance(y, float) or y.noise is None:
             return y
-        size = self._call.unit * y.value.abs()
+        size = max(self._unit, y.unit or 0.0) * y.value.abs()
         return replace(y, noise=combined(y.noise, _FEW_VALUED * size), bound=y.bound + size)
 
     def _of_two(self, sign: type, a: Any, b: Any) -> Any:
@@ -308,20 +335,30 @@ class Formula:
             return operate(a, b)
         x, y = (e.value if isinstance(e, Expected) else torch.tensor(e, dtype=torch.float64) for e in (a, b))
         dx, dy = (_errors(e) for e in (a, b))
+        kind = min((e.unit for e in (a, b) if isinstance(e, Expected) and e.unit), default=None)  # the finer dtype's
         if sign in (ast.Add, ast.Sub):
-            return Expected(operate(x, y), combined(dx[0], dy[0]), bound=dx[1] + dy[1])
+            return Expected(operate(x, y), combined(dx[0], dy[0]), unit=kind, bound=dx[1] + dy[1])
         if sign is ast.Div:
             if not isinstance(b, float):
                 raise Declined(NO_FORMULA)
-            return Expected(x / y, dx[0] / y.abs(), bound=dx[1] / y.abs())
-        return Expected(x * y, combined(dx[0] * y.abs(), dy[0] * x.abs()), bound=dx[1] * y.abs() + dy[1] * x.abs())
+            return Expected(x / y, dx[0] / y.abs(), unit=kind, bound=dx[1] / y.abs())
+        noise = combined(dx[0] * y.abs(), dy[0] * x.abs())
+        return Expected(x * y, noise, unit=kind, bound=dx[1] * y.abs() + dy[1] * x.abs())
 
 
 NO_FORMULA = "a block whose formula this release does not know"
-_LONGEST, _SHORT = 4000, 200
+_LONGEST, _SHORT, _INPLACE = 4000, 200, "inplace."
 _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
+
+
+def _unit(tensor: Any) -> float:
+    return unit(str(tensor.dtype).removeprefix("torch."))
+
+
+def _holds(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.\[])", text) is not None
 
 
 def _place(node: ast.Subscript) -> tuple[str, int]:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references.activations import gelu, silu
-from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.parts import Arguments, unit_of
+from vllm_accprobe.opcheck.references.linear import biased, product
+from vllm_accprobe.opcheck.references.parts import Arguments, param_if, unit_of
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, gamma, once, subnormal
 
 _SOFTMAX, _SIGMOID = "softmax", "sigmoid"
@@ -279,7 +279,8 @@ def router(call: Call) -> dict[str, Expected]:
     logits = call.outputs.get("output.0")
     if logits is None or logits.dim() != 2:
         raise Declined("its logits were not captured")
-    found = {"output.0": product(call.wide("hidden_states", "0").reshape(len(logits), -1), call.param("weight"))}
+    y = product(call.wide("hidden_states", "0").reshape(len(logits), -1), call.param("weight"))
+    found = {"output.0": biased(y, param_if(call, "bias"), call.unit)}
     weights, ids = call.outputs.get("output.1"), call.outputs.get("output.2")
     if weights is None or ids is None or weights.shape != ids.shape:
         return found

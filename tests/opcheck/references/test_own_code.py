@@ -1,0 +1,167 @@
+"""Blocks of odd code, captured and checked: right ones never fail, and what is wired otherwise than written does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_accprobe.capture.torch_model import Probe
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
+
+D = 16
+"""As many as there are rows, so that no shape says which dimension is meant."""
+
+
+class Writer(nn.Module):
+    def forward(self, x):
+        x.mul_(2.0)
+        return x + 1
+
+
+class Wide(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.gate = (nn.Linear(D, n, bias=False) for n in (D, D, 1))
+        self.writer, self.wide, self.flat, self.last = Writer(), Wide(), nn.Flatten(0), nn.Identity()
+        self.heads = nn.Parameter(torch.rand(4) + 0.5)
+        self.layers = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(3))
+
+
+class Residual(Block):
+    def forward(self, x):
+        y = x + self.a(x)
+        return y + self.b(y)
+
+
+class Written(Block):
+    """A part writes into what another receives later."""
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.writer(y)
+        return self.b(y) + z
+
+
+class WrittenLater(Block):
+    def forward(self, x):
+        y = self.a(x)
+        z = self.b(y)
+        return self.writer(y) + z
+
+
+class Gated(Block):
+    """One number a row."""
+
+    def forward(self, x):
+        gate = self.flat(self.gate(x))
+        return self.b(x) * gate.unsqueeze(-1)
+
+
+class Heads(Block):
+    """One number a head, of as many heads as each has columns."""
+
+    def forward(self, x):
+        return self.last(self.a(x).view(-1, 4, 4) * self.heads.view(4, 1))
+
+
+class Coarse(Block):
+    """Its output is wider than what was computed."""
+
+    def forward(self, x):
+        y = self.last((x + self.a(x)) * 0.7 + self.b(x))
+        return self.wide(y)
+
+
+class Switch(Block):
+    """An optional input that is no tensor."""
+
+    def forward(self, x, use=True):
+        y, z = self.a(x), self.b(x)
+        if use is not None:
+            z = z + y
+        return z
+
+
+class Turns(Block):
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            if k > 0:
+                x = layer(x) + x
+            else:
+                x = layer(x)
+        return self.b(x.reshape(-1, D))
+
+
+def rows_of(block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None) -> list[CheckResult]:
+    """opcheck's rows of a model that holds ``block``; run: what runs in place of its code."""
+    torch.manual_seed(0)
+    model = nn.Sequential(block).bfloat16().eval()
+    function = type(block).forward
+    right = function.__code__
+    with Probe(model, dir=str(root)), torch.no_grad():
+        function.__code__ = right if run is None else run.__code__
+        try:
+            model(torch.randn(D, D).bfloat16())
+        finally:
+            function.__code__ = right
+    calls, references = Calls(open_dump(root), None), default_references()
+    return [row for rank, tap, _ in calls.taps()
+            for row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns])
+def test_a_right_block_does_not_fail(kind: type[Block], tmp_path: Path) -> None:
+    rows = rows_of(kind(), tmp_path / "d")
+    assert not [(r.role, r.message) for r in rows if r.status == FAIL]
+    assert any(r.status == PASS for r in rows)
+
+
+def _other_residual(self, x):
+    y = x + self.a(x)
+    return y + self.b(x)
+
+
+def _other_written(self, x):
+    y = self.a(x)
+    z = self.b(x)
+    return self.writer(y) + z
+
+
+def _other_heads(self, x):
+    return self.last(self.a(x).view(-1, 4, 4) * 2) * self.heads.view(4, 1)
+
+
+def _other_coarse(self, x):
+    y = self.last((x + self.a(x)) * 0.7 - self.b(x))
+    return self.wide(y)
+
+
+def _other_turns(self, x):
+    for layer in self.layers:
+        x = layer(x) + x * 0.9
+    return self.b(x)
+
+
+@pytest.mark.parametrize(("kind", "run", "role"), [
+    (Residual, _other_residual, "b/input.input"), (WrittenLater, _other_written, "b/input.input"),
+    (Heads, _other_heads, "output.0"), (Coarse, _other_coarse, "last/input.input"),
+    (Turns, _other_turns, "layers.2/input.input"),
+])  # fmt: skip
+def test_a_block_that_is_wired_otherwise_fails(
+    kind: type[Block], run: Callable[..., torch.Tensor], role: str, tmp_path: Path
+) -> None:
+    rows = rows_of(kind(), tmp_path / "d", run)
+    assert role in [r.role for r in rows if r.status == FAIL]
