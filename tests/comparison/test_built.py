@@ -239,6 +239,7 @@ def test_ties_layers_biases_and_norms() -> None:
     tied = embed | {("lm_head", "weight"): "1"}  # of the whole and of its language part, vLLM's releases take either
     assert structure(tied, config={"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}) == []
     assert structure(tied, config={"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}) != []
+    assert structure(tied, config={"tie_word_embeddings": [0], "text_config": {"tie_word_embeddings": False}}) == []
     assert "norms is ['input_layernorm'" in structure(embed, "pre_feedforward_layernorm")[0]
 
 

@@ -203,6 +203,7 @@ def test_margins_by_hand():
     expected = [[0.01, 0.01, 2.0], same, [2.0, -2.0, 2.0], [-2.0, 2.0, 2.0], [3.0, 2.0, 3.0], same]
     np.testing.assert_allclose(found, expected, atol=1e-12)
     assert np.isnan(margins(TOOK[0], TOOK[1] + 4, LOGITS, MOVED)).all()  # experts without a logit
+    assert np.isnan(margins(*TOOK, LOGITS[:, :0], MOVED[:, :0])).all()
     for shared in (4, -1):  # one that both took for all rows
         both = [np.pad(t, ((0, 0), (0, 1)), constant_values=shared) for t in TOOK]
         np.testing.assert_array_equal(margins(*both, LOGITS, MOVED), found)

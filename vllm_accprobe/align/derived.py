@@ -11,6 +11,7 @@ topology/data_flow.py, opcheck/proof/explained.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
@@ -281,7 +282,7 @@ def join_stats(found: Sequence[Stats]) -> Stats | None:
     counts = [s.count - s.nan - s.inf for s in found]
     total = sum(counts)
     whole = [s for s, n in zip(found, counts, strict=True) if n]
-    if any(None in (s.min, s.max, s.mean, s.l2) for s in whole) or not whole:
+    if any(None in (s.min, s.max, s.mean, s.l2) for s in whole) or not total:
         return None
     mean = sum((s.mean or 0.0) * n for s, n in zip(found, counts, strict=True)) / total
     return Stats(
@@ -289,7 +290,7 @@ def join_stats(found: Sequence[Stats]) -> Stats | None:
         min(s.min for s in whole if s.min is not None),
         max(s.max for s in whole if s.max is not None),
         mean,
-        sum((s.l2 or 0.0) ** 2 for s in whole) ** 0.5,
+        math.hypot(*(s.l2 or 0.0 for s in whole)),
         sum(s.nan for s in found),
         sum(s.inf for s in found),
     )

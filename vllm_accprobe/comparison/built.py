@@ -129,7 +129,8 @@ class ModelKeys:
 
     def disputed(self, name: str) -> bool:
         """Whether the whole and its language part have different values, of which vLLM's releases take either."""
-        return all(c.get(name) is not None for c in self._levels) and len({c[name] for c in self._levels}) > 1
+        whole, part = (c.get(name) for c in self._levels)
+        return whole is not None and part is not None and bool(whole != part)
 
     def has(self, name: str) -> bool:
         return name in self._values

@@ -393,9 +393,15 @@ def histograms(golden: np.ndarray, mine: np.ndarray) -> tuple[float, float, tupl
     low = min((float(x.min()) for x in seen), default=0.0)
     high = max((float(x.max()) for x in seen), default=0.0)
     out = []
+    # Half of the values: the width of a range of float64's own would overflow.
+    kinds = {x.dtype for x in finite if x.dtype.kind == "f"} or {np.dtype(np.float64)}
+    edges = (np.linspace(low / 2, high / 2, BINS + 1, dtype=kind) for kind in kinds)
+    narrow = any((e[1:] <= e[:-1]).any() for e in edges)  # the dtype has fewer numbers between them than bins: one bin
     for x, kept in zip((golden, mine), finite, strict=True):
-        # Half of the values: the width of a range of float64's own would overflow.
-        counts = np.histogram(kept / 2, BINS, (low / 2, high / 2))[0]
+        if narrow:
+            counts = np.where(np.arange(BINS) == BINS // 2, len(kept), 0)
+        else:
+            counts = np.histogram(kept / 2, BINS, (low / 2, high / 2))[0]
         out.append(np.append(counts, [np.isnan(x).sum(), np.isposinf(x).sum(), np.isneginf(x).sum()]))
     return low, high, (out[0], out[1])
 

@@ -343,7 +343,7 @@ def _formula(x: np.ndarray, y: np.ndarray, what: str, whose: str) -> _Found | No
         return None
     ratio = y[size] / x[size]
     c = float(np.median(ratio))
-    if c and (rest := _rest(y, c * x)) <= _EXACT:
+    if c and (rest := _rest(y, c * x)) <= _EXACT and abs(c - 1) > rest:
         nice = round(c) if abs(c - round(c)) < 1e-3 and round(c) else c
         return FACTOR, f"{what}{'is' if not what else 'are'} {whose}'s times {nice:.6g}", {"factor": c}, rest, None
     return None
@@ -370,7 +370,7 @@ def _row_factors(x: np.ndarray, y: np.ndarray, what: str, whose: str) -> _Found 
     if x.shape[1] < 8 or len(x) < _LEAST_ROWS:
         return None
     f = _factors(x, y)
-    if f is not None and (rest := _rest(y, f[:, None] * x)) <= _EXACT:
+    if f is not None and (rest := _rest(y, f[:, None] * x)) <= _EXACT and np.abs(f - 1).max() > rest:
         text = f"{what}are {whose}'s times a factor of each row ({f.min():.4g} to {f.max():.4g})"
         text += ": another row's scale, or none"
         return FACTOR, text, {"least": float(f.min()), "most": float(f.max())}, rest, None
@@ -404,6 +404,8 @@ def _block_factors(a: np.ndarray, b: np.ndarray, whose: str) -> _Found | None:
         return None
     (rows, columns), f, rest = found
     off = np.abs(f - 1) > _EXACT
+    if not off.any():  # the weights are golden's, rounded otherwise
+        return None
     which = "each block" if off.all() else f"{int(off.sum())} of {f.size} blocks"
     first = tuple(map(int, np.argwhere(off)[0]))
     size = f"{f[off].min():.4g} to {f[off].max():.4g}"

@@ -243,7 +243,7 @@ def record_stats(info: Mapping[str, Any], count: int) -> Stats | None:
     values = [info.get(STATS[k]) for k in ("min", "max", "mean", "l2")]
     if all(v is None for v in values):
         return None
-    numbers = [float(v) if isinstance(v, (int, float)) else None for v in values]
+    numbers = [_as_float(v) if isinstance(v, (int, float)) else None for v in values]
     ends = [v for v in numbers[:2] if v is not None]
     nan = int(any(math.isnan(v) for v in ends))
     finite = [v if v is not None and math.isfinite(v) else None for v in numbers]
@@ -294,7 +294,7 @@ def _tensor(info: Mapping[str, Any], role: str) -> Any:
     found: dict[str, Any] = {"role": role, "dtype": dtype, "shape": shape, "count": math.prod(shape)}
     for ours in ("min", "max", "mean", "l2"):
         number = info.get(STATS[ours])
-        if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number):
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(_as_float(number)):
             found[ours] = number
     return {"tensor": found}
 
@@ -304,7 +304,7 @@ def _described(kind: str, value: Any, role: str) -> Any:
     if kind in _PLAIN and (value is None or isinstance(value, (bool, int, str))):
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _float(float(value))
+        return _float(_as_float(value))
     if kind.endswith(".dtype") and isinstance(value, str):
         return {"dtype": torch_dtype(value)}
     if kind == "torch.device" and isinstance(value, str):
@@ -312,7 +312,7 @@ def _described(kind: str, value: Any, role: str) -> Any:
     if kind in ("torch.memory_format", "torch.layout") and isinstance(value, str):
         return {kind.removeprefix("torch."): value.removeprefix("torch.")}
     if kind == "complex" and isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]:
-        return {"complex": [_float(float(v)) for v in value]}
+        return {"complex": [_float(_as_float(v)) for v in value]}
     if kind == "torch.Size" and isinstance(value, list) and all(type(n) is int for n in value):
         return {"list": list(value)}
     if kind == "slice" and isinstance(value, list) and len(value) == 3 and all(type(n) in _INDEX for n in value):
@@ -320,6 +320,14 @@ def _described(kind: str, value: Any, role: str) -> Any:
     if kind == "ellipsis":
         return {"ellipsis": True}
     return {"skipped": f"a {kind[:40]}", "role": role}
+
+
+def _as_float(value: float) -> float:
+    """JSON's integers have any size: infinite beyond float64."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _float(value: float) -> Any:

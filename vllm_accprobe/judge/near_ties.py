@@ -117,6 +117,8 @@ def margins(
     lost, won = took[0] & ~took[1], took[1] & ~took[0]
     at = lost.any(axis=1) & won.any(axis=1) & ~(lost | won)[:, experts:].any(axis=1)
     at &= np.isfinite(golden_logits).all(axis=1) & np.isfinite(mine_logits).all(axis=1)
+    if not at.any():
+        return out
     lost, won = lost[at, :experts], won[at, :experts]
     g, m = golden_logits[at].astype(np.float64), mine_logits[at].astype(np.float64)
     if by is None:

@@ -1,15 +1,17 @@
 """Column sums that a tap carries, rows in stretches, and what statistics alone say."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from synthetic_model import capture, write
 
+from vllm_accprobe.align.derived import join_stats
 from vllm_accprobe.comparison.engine import compare, open_both
 from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.by_lines import ByLines
-from vllm_accprobe.comparison.measure.measurer import UnitMeasurer, _few
+from vllm_accprobe.comparison.measure.measurer import UNKNOWN_DTYPE, UnitMeasurer, _few
 from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, common, figures, figures_text, statistics_error
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.dump.schema import Stats
@@ -124,6 +126,28 @@ def test_zeros():
     zero = Stats(4, 0.0, 0.0, 0.0, 0.0, 0, 0)
     assert statistics_error(zero, zero) == (0.0, 0.0)
     assert statistics_error(zero, BASE) == INFINITE
+
+
+def test_numbers_of_any_size(recwarn):
+    """float64 has room for what a square or a difference has none for."""
+    far = Stats(4, -1e308, 1e200, 0.0, 1e200, 0, 0)
+    assert statistics_error(far, Stats(4, 1e308, 1e200, 0.0, 1e200, 0, 0)) == (0.0, math.inf)
+    assert statistics_error(Stats(4, -1.0, 1.0, 0.0, 1e-320, 0, 0), BASE) == (math.inf, 1.0)
+    joined = join_stats([far, far])
+    assert joined.l2 == pytest.approx(2**0.5 * 1e200)
+    assert join_stats([far, Stats(4, 0.0, 0.0, 0.0, 0.0, 8, 0)]) is None  # counts that no tensor has
+    assert not recwarn
+
+
+def test_complex_numbers_of_golden_alone_are_not_compared(tmp_path):
+    golden, mine = capture(together=False), capture(together=False)
+    for i, r in enumerate(golden.records):
+        if r.tap == "model.norm" and r.role == "output.0":
+            values = golden.data[r.payload.off]
+            golden.data[r.payload.off] = (values + 1j).astype(np.complex64)
+            golden.records[i] = replace(r, dtype="complex64", hash="other")
+    found = [p for p in compare(golden, mine).pairs if p.tap == "model.norm" and p.role == "output.0"]
+    assert {(p.status, p.message) for p in found} == {("skip", UNKNOWN_DTYPE)}
 
 
 def test_words():

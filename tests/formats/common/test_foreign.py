@@ -10,6 +10,7 @@ import torch
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.record_table import table_of
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.common import foreign
@@ -70,12 +71,17 @@ def test_what_cannot_be_read_is_one_line_and_what_is_unknown_is_counted() -> Non
     dump = dump_of(
         Tensor("a", "x", "output.0", "float32", (1,), gone), Tensor("b", "x", "output.1", "int4", (1,)),
         Tensor("c", "x", "output.2", "float32", (-1,)), Tensor("d", "x", "output.3", "float32", (1,)),
+        Tensor("e", "x", "output.4", "int8", (1 << 40, 1 << 40)), Tensor("f", "x", "output.5", "int8", (0, 1 << 80)),
+        Tensor("g", "x", "output.6", "int8", (1,), call=10**25), Tensor("h", "x", "output.7", "int8", (1,), rank=2**31),
     )  # fmt: skip
     with pytest.raises(DumpError, match="cannot read a in there: No such file"):
         dump.read(dump.records[0])
     with pytest.raises(DumpError, match="only statistics"):
         dump.read(dump.records[1])
-    assert [s.reason for s in dump.skips] == [f"{foreign.UNKNOWN_DTYPE} (int4)", foreign.IMPOSSIBLE_SHAPE]
+    assert [s.reason for s in dump.skips] == [
+        f"{foreign.UNKNOWN_DTYPE} (int4)", *[foreign.IMPOSSIBLE_SHAPE] * 3, *[foreign.IMPOSSIBLE_NUMBER] * 2,
+    ]  # fmt: skip
+    assert len(table_of(dump.records)) == len(dump.records)  # as columns
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import prod
+from math import hypot, prod
 from typing import Any
 
 import numpy as np
@@ -169,16 +169,15 @@ class _Side:
         counts = [s["count"] - s["nan"] - s["inf"] for s in each]
         some = [n != 0 for n in counts]
         out = {name: np.sum([s[name] for s in each], axis=0) for name in ("count", "nan", "inf")}
-        lost = np.logical_or.reduce([s["count"] < 0 for s in each]) | ~np.logical_or.reduce(some)
+        lost = np.logical_or.reduce([s["count"] < 0 for s in each]) | (sum(counts) == 0)
         for s, n in zip(each, some, strict=True):
             lost |= n & np.isnan([s[name] for name in ("min", "max", "mean", "l2")]).any(0)
         out["count"] = np.where(lost, -1, out["count"])
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             mean = sum(np.where(np.isnan(s["mean"]), 0.0, s["mean"]) * n for s, n in zip(each, counts, strict=True))
             out["mean"] = mean / sum(counts)
-        squares = (np.array([x**2 if there else 0.0 for x, there in zip(s["l2"].tolist(), n.tolist(), strict=True)])
-                   for s, n in zip(each, some, strict=True))  # fmt: skip
-        out["l2"] = np.array([x**0.5 for x in sum(squares, np.zeros(len(self.at))).tolist()])
+        norms = (np.where(n, s["l2"], 0.0).tolist() for s, n in zip(each, some, strict=True))
+        out["l2"] = np.array(list(map(hypot, *norms)))
         out["min"] = np.fmin.reduce([np.where(n, s["min"], np.nan) for s, n in zip(each, some, strict=True)])
         out["max"] = np.fmax.reduce([np.where(n, s["max"], np.nan) for s, n in zip(each, some, strict=True)])
         return out
@@ -196,7 +195,7 @@ def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piec
         shapes = [golden.plan.shape, mine.plan.shape]
     else:
         shapes = [read.feature_of(side.template, cut) for side, cut in zip((golden, mine), cuts, strict=True)]
-    if kinds[1] == "complex" or prod(shapes[0]) != prod(shapes[1]):
+    if "complex" in kinds or prod(shapes[0]) != prod(shapes[1]):
         return []
     equal = np.full(len(mine.at), all(a == b for a, b in (
         (golden.plan.kind, mine.plan.kind), (golden.plan.pieces, mine.plan.pieces),

@@ -201,6 +201,7 @@ class UnitMeasurer:
         wheres = tuple(g.where for g in with_rows if g.where is not None)
         meet = self.indices.meetings(wheres)
         problem = next((g.problem for g in unit.golden if g.problem), "")
+        unknown = any(DTYPES[g.first.dtype].kind == "complex" for g in usable)
         for i, group in enumerate(mine):
             if i in known:
                 found.add(known[i])
@@ -211,7 +212,7 @@ class UnitMeasurer:
                 part.skip = group.problem
             elif not usable:
                 part.skip = problem or ROW_COUNT
-            elif DTYPES[group.first.dtype].kind == "complex":
+            elif unknown or DTYPES[group.first.dtype].kind == "complex":
                 part.skip = UNKNOWN_DTYPE
             elif group.where is None and group.moment[1] is not None and _SORTED.search(unit.key[0]):
                 part.skip = BY_EXPERT
@@ -569,7 +570,7 @@ def _one_number(a: read.RowBlock, b: read.RowBlock) -> bool:
 def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
     assert g.merge is not None
     assert m.merge is not None
-    if (g.merge.kind, g.merge.pieces) != (m.merge.kind, m.merge.pieces):
+    if (g.merge.kind, g.merge.pieces, len(g.merge.use)) != (m.merge.kind, m.merge.pieces, len(m.merge.use)):
         return _skipped(part, ELSEWHERE_CUT)
     pairs = list(zip((g.records[i] for i in g.merge.use), (m.records[i] for i in m.merge.use), strict=True))
     if g.first.dtype == m.first.dtype and all(x.sample and y.sample for x, y in pairs):

@@ -356,7 +356,7 @@ def statistics_errors(g: Mapping[str, np.ndarray], m: Mapping[str, np.ndarray]) 
     for name in ("nan", "inf"):  # some tools say only whether there is any NaN, which is a count of 1
         a, b = g[name], m[name]
         worse = worse | ((a > 0) != (b > 0)) | ((a != b) & (np.minimum(a, b) > 1))
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ends = [(np.where(np.isnan(m[name]), np.nan, g[name]), m[name]) for name in ("min", "max")]
         counts, at = np.unique(np.maximum(g["count"] - g["nan"] - g["inf"], 1), return_inverse=True)
         scale = np.fmax(np.fmax(abs(ends[0][0]), abs(ends[1][0])), 0.0)

@@ -27,6 +27,7 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES, put_into
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.journal import MAX_INT
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Layout, Module, OpCall, Payload, Record, Skip, Stats, Step
 from vllm_accprobe.dump.stats import tensor_stats
@@ -96,6 +97,9 @@ UNREADABLE = "file that cannot be read"
 _NAMED = 3
 UNKNOWN_DTYPE = "dtype that is not known here"
 IMPOSSIBLE_SHAPE = "shape that no tensor has"
+IMPOSSIBLE_NUMBER = "rank, step or call with a number that no run has"
+_MOST_ELEMENTS, _MOST_RANKS = 1 << 56, 1 << 31
+"""As in our own journals; records are columns of int64, ranks of int32 (dump/record_table.py)."""
 VALUES = "values"
 """In ``Dump.run``: the dtype whose numbers the tensors hold, where the file's own is wider."""
 Read = Callable[[], np.ndarray]
@@ -161,8 +165,11 @@ class ForeignDump(Dump):
         if t.dtype not in DTYPES:
             self.skip(t.tap, f"{UNKNOWN_DTYPE} ({t.dtype[:40]})", t.step, t.role)
             return None
-        if len(t.shape) > 64 or any(n < 0 for n in t.shape):
+        if len(t.shape) > 64 or any(n < 0 for n in t.shape) or prod(max(n, 1) for n in t.shape) >= _MOST_ELEMENTS:
             self.skip(t.tap, IMPOSSIBLE_SHAPE, t.step, t.role)
+            return None
+        if not (0 <= t.rank < _MOST_RANKS and all(0 <= (n or 0) <= MAX_INT for n in (t.step, t.call, t.order))):
+            self.skip(t.tap, IMPOSSIBLE_NUMBER, role=t.role)
             return None
         # A weight is one thing however many steps show it; a later step's is its next call.
         step = None if t.role.startswith(PARAM) else t.step

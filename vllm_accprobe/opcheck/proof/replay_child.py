@@ -79,9 +79,9 @@ class _Progress:
 class _Ends:
     """Whether the time is over: since it began to replay, or because somebody says so."""
 
-    def __init__(self, seconds: float | None):
+    def __init__(self, seconds: float | None, interrupted: bool = False):
         self._until = None if seconds is None else time.monotonic() + seconds
-        self.interrupted = False
+        self.interrupted = interrupted
 
     def __call__(self) -> bool:
         # nobody reads it, so that all processes see it
@@ -119,10 +119,12 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     planner = Planner(sides, ops, min(pair.PROCESSES, pair.processors()) if pair.may_fork() else 1)
     waits = planner.waits(arguments.seconds)
     say(waits=waits)
-    wishes = parse(Wishes, sys.stdin.readline() or "{}", _MOST) if waits else Wishes()
+    line = sys.stdin.readline() if waits else "{}"
+    stopped = not line.startswith("{")  # by Ctrl-C while the comparison ran
+    wishes = Wishes() if stopped else parse(Wishes, line, _MOST)
     plan = planner.plan(arguments.seconds, wishes)
     say(plan={"calls": plan.calls, "of": plan.of, "seconds": plan.seconds})
-    begun, ends = time.monotonic(), _Ends(arguments.seconds)
+    begun, ends = time.monotonic(), _Ends(arguments.seconds, stopped)
     gc.freeze()  # and a second process would not share the memory that the collector writes to
     gc.set_threshold(100_000, 50, 50)
     gc.enable()
