@@ -361,14 +361,14 @@ class _Search:
         passed = self.influence.passed_on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
         self.passing.keep(name, sources, sink, passed)
         err, slope = (self._kept(spread(sink.seen.keys, sink.keys, v), v) for v in (sink.rel, sink.gain))
-        rows = sink.seen.keys, err, slope, passed.err, passed.gain
+        keys, before, gain = sink.seen.keys, passed.err, passed.gain
         if len(sink.doubted):  # of these only what came in alike says how an operator rounds
-            alike = ~np.isin(sink.seen.keys, sink.doubted) | (passed.err <= sink.limit)
-            rows = tuple(values[alike] for values in rows)  # type: ignore[assignment]
+            alike = ~np.isin(keys, sink.doubted) | (before <= sink.limit)
+            keys, err, slope, before, gain = (values[alike] for values in (keys, err, slope, before, gain))
+        rows = keys, err, slope, self.keeper.keep(before), self.keeper.keep(gain)
         return TensorStats(
-            tap, _role(tap, sink), sink.rounding, *rows[:3], *map(self.keeper.keep, rows[3:]), sink.width,
-            sink.by_column, passed.columns, mixing, self._untapped(tap, sink), self._inputs_known(tap, sink, sources),
-            self._unfed(tap, sink),
+            tap, _role(tap, sink), sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
+            self._untapped(tap, sink), self._inputs_known(tap, sink, sources), self._unfed(tap, sink),
         )  # fmt: skip
 
     def _reads_earlier(self, tap: str, sink: TensorErrors) -> bool:

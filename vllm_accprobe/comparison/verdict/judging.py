@@ -513,8 +513,8 @@ class _Judge:
         self.tree, self.holders = setting.tree, experts_of(setting.attrs)
         if any(run.get("packed") for run in (setting.golden_run, setting.mine_run)):
             keys = setting.places[0]
-            images = [who for who, (_, image) in setting.names.items() if image is not None]
-            self.unseen.computed = keys[~np.isin(subject(keys), images)]
+            texts = [who for who, (_, image) in setting.names.items() if image is None]
+            self.unseen.computed = keys[np.isin(subject(keys), texts)]
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
