@@ -64,6 +64,7 @@ def test_a_parent_mixes_if_a_child_does_and_what_runs_inside_is_inside():
     assert tree.above("m.l.0.attn") == ["m.l.0", "m", ROOT_TAP]
     assert [tree.mixing[t] for t in ("m.l.0", "m.l.0.mlp", "logits_processor", ROOT_TAP)] == [True, False, False, True]
     inside_first = ["m.l.0.attn", "m.l.0.mlp", "m.l.0", "lm_head", "m", "logits_processor", ROOT_TAP]
+    assert [tree.mixes_itself(t) for t in ("m.l.0.attn", "m.l.0", "m.l.0.mlp", ROOT_TAP, "x")] == [True, *[False] * 4]
     assert list(tree.mixing) == inside_first  # in no set's order, so that measured.npz is the same at each run
 
 

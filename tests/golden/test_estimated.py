@@ -10,11 +10,15 @@ from pack_dumps import dump, judged, packed
 from synthetic_model import scaled
 
 from vllm_accprobe.align.derived import Derived, derive
-from vllm_accprobe.comparison.engine import calibrate, compare
+from vllm_accprobe.align.tokens import RowSet
+from vllm_accprobe.comparison.engine import calibrate, compare, rejudge
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.golden.estimated import ALONE, ESTIMATED, GOLDEN_NONFINITE, _sketches_of, compared_sides, is_routed
 from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import pack
+from vllm_accprobe.judge.near_ties import ROWS_BEHIND
 from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
 
 SMALL = 40_000
@@ -156,6 +160,51 @@ def test_an_origin_that_two_sketches_agree_on(
     found = judged(golden[1], dump(tmp_path / "mine", together=False, faults={TAP: wrong}))
     estimated = [o for o in found.origins if ESTIMATED in o["shape"]]
     assert [(o["module"], ALONE in o["shape"]) for o in estimated] == [(TAP, alone)]
+
+
+ATTENTION = "model.layers.1.self_attn.attn"
+
+
+def with_router(found: Comparison, *, every: bool) -> Comparison:
+    """The same with a router in layer 0 whose choices agree, of the rows of layer 0, or of every row of mine."""
+    assert found.measured is not None
+    units, setting = list(found.measured.units), found.measured.setting
+    at = max(i for i, u in enumerate(units) if u.key[0].startswith("model.layers.0."))
+    parts = [Part(p.golden, p.mine, p.step, p.rank, p.moment, "int64", "int64", 0, (2,), rows=p.rows, identical=True)
+             for p in units[at].parts if not p.skip]  # fmt: skip
+    if every:
+        parts[0].rows = RowSet(setting.places[0], setting.places[2])
+    key = "model.layers.0.mlp.experts", "input.topk_ids", 0
+    router = MeasuredUnit(key, "Experts", "", units[at].order, 0, False, False, parts)
+    return rejudge(replace(found.measured, units=[*units[: at + 1], router, *units[at + 1 :]]))
+
+
+@pytest.mark.parametrize(
+    ("packed_golden", "router", "fault", "blamed"),
+    [(True, "some rows", ATTENTION, []), (True, "every row", ATTENTION, [ATTENTION]),
+     (True, "", ATTENTION, [ATTENTION]), (False, "some rows", ATTENTION, [ATTENTION]),
+     (True, "some rows", TAP, [TAP]), (True, "some rows", "", [])],
+)  # fmt: skip
+def test_attention_behind_a_router_of_which_a_pack_has_some_rows(
+    golden: tuple[Path, Path], tmp_path: Path, packed_golden: bool, router: str, fault: str, blamed: list[str]
+) -> None:
+    """A fault from the second row of each request on. "some rows" of a whole golden are all that are compared."""
+
+    def late(values: np.ndarray, positions: np.ndarray, decode: np.ndarray) -> np.ndarray:
+        return np.where((positions > 0)[:, None], values * np.float32(1.1), values)
+
+    mine = dump(tmp_path / "mine", together=False, faults={fault: late} if fault else {})
+    with compared_sides(golden[packed_golden], mine) as sides:
+        found = compare(sides.golden, sides.mine)
+        found = with_router(found, every=router == "every row") if router else found
+    assert [o["module"] for o in found.origins][:1] == blamed
+    assert found.verdict == ("fail" if blamed else "pass")
+    unseen = packed_golden and router == "some rows" and fault != ""
+    assert (found.coverage["skipped"].get(ROWS_BEHIND, 0) > 0) is unseen
+    assert any("earlier rows' experts were not compared" in note for note in found.notes) is unseen
+    said = {(p.tap, p.message) for p in found.pairs if "experts were not compared" in p.message and p.rows}
+    attention = any(tap == ATTENTION and " are not judged" in text for tap, text in said)
+    assert attention is (unseen and fault == ATTENTION)
 
 
 def test_either_side_may_be_a_pack(golden: tuple[Path, Path], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from vllm_accprobe.judge.near_ties import (
     Masking,
     RequestedRow,
     Rerouted,
+    UnseenExperts,
     behind,
     choices_first,
     in_front_of,
@@ -237,6 +238,30 @@ def test_equal_logits_may_be_taken_in_any_order():
     found = margins(np.array([[1, 0]]), np.array([[1, 2]]), logits, logits)
     said = Choices.of(found, 1, 2.0**-8)
     assert (said.tie.tolist(), said.wrong.tolist(), said.unruled.tolist()) == ([True], [False], [False])
+
+
+@pytest.mark.parametrize(
+    ("routed", "after"),
+    [
+        # requests 0, of which 0 to 5 were computed, and 1, of which 3 to 5 were: 0 to 2 lay in the cache
+        ([(0, p) for p in range(6)] + [(1, p) for p in (3, 4, 5)], {}),
+        ([(0, 0), (0, 1), (0, 2), (0, 5), (1, 3), (1, 4), (1, 5)], {0: 3}),
+        ([(0, p) for p in (0, 1, 3, 4, 5)] + [(1, p) for p in (3, 5)], {0: 2, 1: 2}),
+        ([], {0: 0, 1: 0}),
+    ],
+)  # fmt: skip
+def test_rows_that_read_earlier_ones_whose_experts_nobody_saw(routed, after):
+    keys = np.array([make_key(0, p) for p in range(6)] + [make_key(1, p) for p in (3, 4, 5)])
+    unseen = UnseenExperts(keys)
+    unseen.add(np.array([make_key(*at) for at in routed], np.int64))
+    assert unseen.first == after
+    assert not unseen.behind(keys).any()  # nothing has read them yet
+    unseen.mixed()
+    others = np.append(keys, make_key(7, 9))
+    expected = [p > after.get(who, 99) for who, p in [*((0, p) for p in range(6)), (1, 3), (1, 4), (1, 5), (7, 9)]]
+    assert unseen.behind(others).tolist() == expected
+    unseen.add(keys)
+    assert unseen.first == after
 
 
 def test_which_logits_belong_to_which_choice():

@@ -84,6 +84,31 @@ def test_rows_of_which_nothing_in_front_was_compared_give_way(first: float, last
     assert [c.tap for c in find_origins(DataFlow([made, into, out], tree), Standard(), {})] == blamed
 
 
+BEHIND = "model.layers.1.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("doubted", "gap", "attn", "proj", "blamed"),
+    [([], 0, 0.07, 0.0, ["attn"]), ([5], 0, 0.07, 0.0, []), ([4], 0, 0.07, 0.0, ["attn"]),
+     ([5], 0, 0.0, 0.5, ["o_proj"]), ([5], 2, 0.0, 0.5, []), ([5], 0, np.inf, 0.0, ["attn"])],
+)  # fmt: skip
+def test_rows_that_earlier_ones_may_have_changed(
+    doubted: list[int], gap: int, attn: float, proj: float, blamed: list[str]
+) -> None:
+    """In row 5 a fault of attention, or of the projection behind it whose input agrees. A doubt of row 4 is none of
+    row 5, and no other expert makes infinity of numbers."""
+    names = {"attn": f"{BEHIND}.attn", "o_proj": f"{BEHIND}.o_proj"}
+    tree = Tree.of(list(names.values()), {names["attn"]: "Attention", names["o_proj"]: "RowParallelLinear"})
+    places = [("attn", INPUT, 0.004), ("attn", OUTPUT, attn), ("o_proj", INPUT, attn), ("o_proj", OUTPUT, attn + proj)]
+    traces = [
+        TensorErrors(names[name], f"{kind}.0", 0, kind, order, 0.01, RowSet(KEYS), KEYS[5:], np.array([max(err, 1e-4)]),
+                     rounding=2.0**-8, allowed=0.02, gap=gap * (kind == OUTPUT), doubted=np.array(doubted, np.int64))
+        for order, (name, kind, err) in enumerate(places)
+    ]  # fmt: skip
+    found = find_origins(DataFlow(traces, tree), Standard(), {})
+    assert [c.tap.rpartition(".")[2] for c in found] == blamed
+
+
 RULES = Standard()
 LIMIT = 0.01
 

@@ -199,14 +199,27 @@ class Tree:
             up = self.parent.get(up)
         return out
 
+    def mixes_itself(self, tap: str) -> bool:
+        """Whether rows may meet in the code of ``tap``, and not only in a child: by its name, or where no child says
+        so. False for what is not in the tree."""
+        if not self.mixing.get(tap):
+            return False
+        named = _named_mixing(_name_of(tap, self.classes.get(tap, "")))
+        return named or not any(self.mixing[c] for c in self.children.get(tap, ()))
+
 
 def mixes(tap: str, cls: str) -> bool:
     """Whether a row of the output depends on other rows of the input."""
-    what = cls or tap.rpartition(".")[2].replace("_", "")
-    plain = re.search(r"norm|linear|embed|rotary|rope", what, re.I)
-    if _MIXES.search(what) and not plain:
-        return True
-    return not _ROWWISE.search(what)
+    what = _name_of(tap, cls)
+    return _named_mixing(what) or not _ROWWISE.search(what)
+
+
+def _name_of(tap: str, cls: str) -> str:
+    return cls or tap.rpartition(".")[2].replace("_", "")
+
+
+def _named_mixing(what: str) -> bool:
+    return bool(_MIXES.search(what)) and not re.search(r"norm|linear|embed|rotary|rope", what, re.I)
 
 
 _NOWHERE, _BEHIND = 1e18, 1e19

@@ -33,7 +33,7 @@ from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.near_ties import Rerouted
+from vllm_accprobe.judge.near_ties import Rerouted, UnseenExperts
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
@@ -319,6 +319,16 @@ def choices(rerouted: Rerouted) -> list[str]:
         why = "without the router's logits in both dumps nothing shows a near tie; capture the router (gate), too"
         out.append(f"{counted(rerouted.unknown, 'row')} went to other experts, which counts as an error: {why}")
     return out
+
+
+def earlier_rows(unseen: UnseenExperts) -> list[str]:
+    """What a pack leaves of modules that read earlier rows behind a router."""
+    if not unseen.rows:
+        return []
+    return [
+        f"{counted(len(unseen.rows), 'row')} of modules that read earlier rows behind a router (attention) not judged: "
+        "earlier rows' experts were not compared; a replay of mine judges them"
+    ]
 
 
 def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:

@@ -29,6 +29,8 @@ from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
 ROWS_AFTER = "rows after a router's near tie"
 NOT_COMPARED = "rows of best logits whose experts were not compared"
 """Why such rows are skipped, in compare.json's coverage."""
+ROWS_BEHIND = "rows that read earlier rows whose experts were not compared"
+"""The same of attention and its like behind a router, in a comparison with a pack."""
 _BEYOND = 64
 """Numbers of experts without a logit that are distinguished; a dump may claim any."""
 
@@ -227,6 +229,46 @@ class Rerouted:
         return mask
 
 
+@dataclass
+class UnseenExperts:
+    """Rows that read earlier ones which a near tie may have sent elsewhere without being seen: a pack has few rows, and
+    attention behind a router reads all.
+
+    computed: sorted keys of the rows that were computed; none where all that were computed are compared. first:
+    request's subject → first position whose experts some router so far did not compare."""
+
+    computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    first: dict[int, int] = field(default_factory=dict)
+    rows: set[int] = field(default_factory=set)
+    _read: tuple[np.ndarray, np.ndarray] | None = None
+
+    def add(self, routed: np.ndarray) -> None:
+        """routed: keys of the rows whose experts the next router compared. A row that was not computed for its request
+        (a shared prefix in the cache) is any request's row at that position."""
+        missing = self.computed[~np.isin(self.computed, routed)]
+        places = np.unique(position(missing))
+        for who in np.unique(subject(self.computed)).tolist() if len(missing) else ():
+            own = position(self.computed[subject(self.computed) == who])
+            lost = position(missing[subject(missing) == who])
+            shared = places[(places < own[-1]) & ~np.isin(places, own)]
+            for at in (*lost[:1].tolist(), *shared[:1].tolist()):
+                self.first[who] = min(at, self.first.get(who, at))
+
+    def mixed(self) -> None:
+        """A module that mixes rows follows: what the routers so far did to earlier rows reaches later ones."""
+        if self.first:
+            who = np.array(sorted(self.first))
+            self._read = who, np.array([self.first[w] for w in who.tolist()])
+
+    def behind(self, keys: np.ndarray) -> np.ndarray:
+        """bool [len(keys)]: rows that earlier rows without compared experts may have changed."""
+        if self._read is None:
+            return np.zeros(len(keys), bool)
+        who, first = self._read
+        at = np.minimum(np.searchsorted(who, subject(keys)), len(who) - 1)
+        return (who[at] == subject(keys)) & (position(keys) > first[at])
+
+
 _MONOTONE = ("softmax", "sigmoid")
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -266,12 +308,16 @@ def undecided(golden: np.ndarray, mine: np.ndarray, k: int) -> np.ndarray:
     return out
 
 
+def experts_of(attrs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Taps of the modules that hold experts, of which rows take some. attrs: by tap."""
+    return [tap for tap, has in attrs.items() if has.get("top_k") and has.get("global_num_experts")]
+
+
 def unknown_routers(attrs: Mapping[str, Mapping[str, Any]], known: Iterable[str]) -> list[str]:
     """Modules that hold experts, whose choices nobody can check. attrs: by tap; known: taps whose router's logits or
     chosen experts both dumps have."""
     seen = list(known)
-    holders = [tap for tap, has in attrs.items() if has.get("top_k") and has.get("global_num_experts")]
-    return [tap for tap in holders if not any(in_front_of(k, tap) or k.startswith(tap + ".") for k in seen)]
+    return [tap for tap in experts_of(attrs) if not any(in_front_of(k, tap) or k.startswith(tap + ".") for k in seen)]
 
 
 def behind(tap: str, routers: Iterable[str]) -> bool:

@@ -344,7 +344,8 @@ class _Search:
             places = [(tap, *place) for tap in list(self.by_tap) for place in self.flow.places(tap)]
             # A tensor without rows is one number: taken for all rows of its step it would be as many witnesses.
             unfit = (p[1].weak or p[1].of_tensors or p[1].few for p in places)
-            places = [p for p, no in zip(places, unfit, strict=True) if not no and p[1].rounding and len(p[1].seen)]
+            places = [p for p, no in zip(places, unfit, strict=True) if not no and p[1].rounding and len(p[1].seen)
+                      and not (len(p[1].doubted) and self._reads_earlier(p[0], p[1]))]  # fmt: skip
             kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
             differ = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
@@ -360,11 +361,20 @@ class _Search:
         passed = self.influence.passed_on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
         self.passing.keep(name, sources, sink, passed)
         err, slope = (self._kept(spread(sink.seen.keys, sink.keys, v), v) for v in (sink.rel, sink.gain))
-        rows = sink.seen.keys, err, slope, self.keeper.keep(passed.err), self.keeper.keep(passed.gain)
+        keys, before, gain = sink.seen.keys, passed.err, passed.gain
+        if len(sink.doubted):  # of these only what came in alike says how an operator rounds
+            alike = ~np.isin(keys, sink.doubted) | (before <= sink.limit)
+            keys, err, slope, before, gain = (values[alike] for values in (keys, err, slope, before, gain))
+        rows = keys, err, slope, self.keeper.keep(before), self.keeper.keep(gain)
         return TensorStats(
             tap, _role(tap, sink), sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
             self._untapped(tap, sink), self._inputs_known(tap, sink, sources), self._unfed(tap, sink),
         )  # fmt: skip
+
+    def _reads_earlier(self, tap: str, sink: TensorErrors) -> bool:
+        """Whether earlier rows of a request may reach ``sink`` by something else than its sources' rows: operators in
+        front of it that nobody saw, or the module itself."""
+        return sink.gap > 0 or self.tree.mixes_itself(tap)
 
     def _untapped(self, tap: str, sink: TensorErrors) -> bool:
         """Whether operators that nobody saw lie between ``sink`` and what is in front of it: whole layers, or, where
@@ -430,6 +440,8 @@ class _Search:
         share = np.where(explained > sink.limit, rules.wild, rules.amplification)
         created = (err > sink.limit + share * explained) & (explained < rules.garbage)
         created &= ~(np.isinf(err) & (explained > max(sink.limit, 0.0)))
+        if len(sink.doubted) and self._reads_earlier(tap, sink):
+            created &= ~np.isin(keys, sink.doubted) | np.isinf(err)  # no other expert makes NaN of numbers
         # What makes NaN of numbers, however wrong these are, is at fault too; so is a choice against its own logits.
         steps = self._steps(sink, rows, [*sources, *below], mixing)
         created |= steps

@@ -113,7 +113,8 @@ class TensorErrors:
     columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front.
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
-    statistics of independent ones describe.
+    statistics of independent ones describe. doubted: sorted keys of rows that may differ by earlier rows that were not
+    compared (near_ties.UnseenExperts).
     """
 
     tap: str
@@ -140,6 +141,7 @@ class TensorErrors:
     gap: int = 0
     shared: np.ndarray = field(default_factory=lambda: _NONE)
     few: bool = False
+    doubted: np.ndarray = field(default_factory=lambda: _NONE)
 
     @property
     def key(self) -> Key:

@@ -365,10 +365,13 @@ def _as_best(lists: Any) -> near_ties.Best | None:
 
 
 def _logits_agree(traces: Sequence[TensorErrors], key: int) -> bool | None:
-    """Whether a row of the logits is within limits, by all that shows it; None where nothing does."""
+    """Whether a row of the logits is within limits, by all that shows it; None where nothing does, and where earlier
+    rows that were not compared may have changed it."""
     known: bool | None = None
     for t in traces:
         if t.kind == OUTPUT and (t.tap == SAMPLER or "logits" in t.tap or "lm_head" in t.tap) and key in t.seen.keys:
+            if key in t.doubted:
+                continue
             at = np.flatnonzero(t.keys == key)
             known = (known is not False) and not (len(at) and t.err[at[0]] > t.allowed)
     return known

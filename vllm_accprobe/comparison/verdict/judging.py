@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_accprobe.align.data_flow import DataFlow, is_choice, is_logits, kind_of
-from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
+from vllm_accprobe.align.data_flow import OUTPUT, DataFlow, is_choice, is_logits, kind_of
+from vllm_accprobe.align.names import enclosing
+from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions, subject
 from vllm_accprobe.comparison import messages, runner_inputs
 from vllm_accprobe.comparison.built import built_notes, with_built
 from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
@@ -30,6 +31,7 @@ from vllm_accprobe.comparison.measure.measurer import is_computed
 from vllm_accprobe.comparison.notes import (
     ALL_SKIPPED,
     choices,
+    earlier_rows,
     nonfinite_steps,
     other_settings,
     unseen_routing,
@@ -59,7 +61,15 @@ from vllm_accprobe.judge.calibration import (
 )
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.near_ties import Rerouted, behind, choices_first, unknown_routers
+from vllm_accprobe.judge.near_ties import (
+    Rerouted,
+    UnseenExperts,
+    behind,
+    choices_first,
+    experts_of,
+    in_front_of,
+    unknown_routers,
+)
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
@@ -93,11 +103,12 @@ _UNMOVED = RerouteNote()
 
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
-    traces: Sequence[TensorErrors],
+    traces: Sequence[TensorErrors], doubted: np.ndarray | None = None,
 ) -> RerouteNote:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``rerouted``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:
-    of what lies before."""
+    of what lies before; doubted: bool [rows], which earlier rows that were not compared may have changed, so that
+    logits far apart are no error."""
     keys = rows.keys
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
         if not rerouted.after(keys).any():
@@ -112,6 +123,7 @@ def settle(
         other = np.flatnonzero(errors.err > 0)
         found = None if part.margins is None else part.margins[other]
         excused, bad = rerouted.judge(keys[other], found, rounding, unit, traces)
+        excused = excused if doubted is None else (excused | doubted[other]) & ~bad
         rerouted.add(keys[other[excused]])
         wrong[other[bad]] = True
     mask = rerouted.after(keys) & ~wrong
@@ -133,9 +145,26 @@ def unrouted(settled: RerouteNote, errors: RowErrors, unseen: np.ndarray) -> Rer
     return RerouteNote("; ".join(filter(None, (settled.note, note))), left, settled.own)
 
 
+def unjudged(errors: RowErrors, doubted: np.ndarray, own: np.ndarray, mixing: bool) -> tuple[RowErrors, str]:
+    """(``errors`` without rows that earlier rows may have changed which were not compared, what is said of them).
+
+    doubted: bool [rows], these; own: bool [rows], choices that are wrong whatever came in. mixing: whether the module
+    reads earlier rows: another is judged by its inputs, which were compared (judge/origins.py)."""
+    one = len(errors.err) != len(doubted)
+    mask = np.full(len(errors.err), doubted.any()) if one else doubted & ~own
+    mask &= (errors.measure != NONFINITE) & (errors.err > 0)  # no other expert makes NaN of numbers
+    if not mask.any():
+        return errors, ""
+    errors = rows_of(errors, np.arange(len(mask)))
+    _forgive(errors, mask)
+    how = "are not judged" if mixing else "are judged by their inputs alone"
+    return errors, f"{int((doubted if one else mask).sum())} rows {how}: earlier rows' experts were not compared"
+
+
 def add_undecided(
-    part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float
-) -> None:
+    part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float,
+    doubted: np.ndarray | None = None,
+) -> None:  # fmt: skip
     """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (near_ties.py), to
     ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
     if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
@@ -143,7 +172,9 @@ def add_undecided(
     other = np.flatnonzero(~np.isnan(part.margins[:, 0]))
     err = errors.err[other]
     keys = rows.keys[other]
-    rerouted.add(keys[rerouted.undecided(keys, part.margins[other], rounding, (err > 0) & (err <= allowed))])
+    near = (err > 0) & (err <= allowed)
+    near = near if doubted is None else near | doubted[other]
+    rerouted.add(keys[rerouted.undecided(keys, part.margins[other], rounding, near)])
 
 
 def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
@@ -471,6 +502,7 @@ class _Judge:
     chosen: blame.Chosen = field(default_factory=dict)
     routed: bool = False
     unrouted: set[int] = field(default_factory=set)
+    unseen: UnseenExperts = field(default_factory=UnseenExperts)
 
     def run(self) -> Comparison:
         setting = self.measured.setting
@@ -478,6 +510,11 @@ class _Judge:
         self.unit = flow_unit(setting.dtypes)
         self.limit_check, self.unions = LimitCheck(self.standard, self.unit, self.floor), Unions()
         self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
+        self.tree, self.holders = setting.tree, experts_of(setting.attrs)
+        if any(run.get("packed") for run in (setting.golden_run, setting.mine_run)):
+            keys = setting.places[0]
+            texts = [who for who, (_, image) in setting.names.items() if image is None]
+            self.unseen.computed = keys[np.isin(subject(keys), texts)]
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
@@ -487,7 +524,7 @@ class _Judge:
         self._check_floor()
         places = blame.Places(setting)
         reported: dict[str, float] = {}
-        flow = DataFlow(self.traces, setting.tree)
+        flow = DataFlow(self.traces, self.tree)
         created = find_origins(flow, self.standard, setting.images, self.rate, reported, self.shelf)
         created, excused = self._not_excused(created)
         routing = [(t, r, c) for (t, r, _), c in ((u.key, u.cls) for u in self.measured.units)]
@@ -523,6 +560,7 @@ class _Judge:
             *messages.one_sided(setting.coverage, setting.notes, flipped),
             *built_notes(blamed, setting.built),
             *choices(self.rerouted),
+            *earlier_rows(self.unseen),
             *unseen_routing(unseen, open_to),
             *other_settings(setting.settings, {str(o["module"]) for o in blamed if o.get("cause")}),
         ]
@@ -536,7 +574,7 @@ class _Judge:
             mine_run=setting.mine_run,
             golden_ids=setting.golden_ids,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.rerouted, len(self.unrouted))
+            coverage=finished(setting.coverage, self.rerouted, self.unseen, len(self.unrouted))
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,
@@ -609,7 +647,12 @@ class _Judge:
             for part in unit.parts:
                 self._param(unit, part)
             return
-        if isinstance(unit.parts, LazyTable) and not self.rerouted.first and not is_choice(unit.key[1], unit.cls):
+        tap, role, _ = unit.key
+        routes = self._routes(unit)
+        if self._mixes(unit):
+            self.unseen.mixed()
+        plain = not self.rerouted.first and not self.unseen.first and not routes
+        if isinstance(unit.parts, LazyTable) and plain:
             self._by_lines(unit, unit.parts)
             return
         chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
@@ -621,19 +664,31 @@ class _Judge:
         totals = [total for total, *_ in limits]
         errors = self.limit_check.errors(unit, parts, self.limit_check.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
+        doubted = [self.unseen.behind(own_rows.keys) for own_rows in rows]
         each = zip(parts, rows, errors, strict=True)
         settled = [
-            settle(unit, *one, self.rerouted, self.unit, self.traces)
+            settle(unit, *one, self.rerouted, self.unit, self.traces, doubts)
             if self.rerouted.first or not one[0].identical else _UNMOVED
-            for one in each
+            for one, doubts in zip(each, doubted, strict=True)
         ]  # fmt: skip
-        if is_choice(unit.key[1], unit.cls):
+        if is_choice(role, unit.cls):
             self.routed = True
-        if unit.key[0] == SAMPLER and unit.key[1] != TOKEN and self.routed:
+        if routes and (keys := [own_rows.keys for own_rows in rows if len(own_rows.keys)]):
+            self.unseen.add(np.concatenate(keys))
+        if tap == SAMPLER and role != TOKEN and self.routed:
             settled = self._unrouted(settled, parts, rows, errors)
-        for part, own_rows, error, total in zip(parts, rows, errors, totals, strict=True):
-            add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row)
-        self._add(unit, unit.parts, errors, limits, [s.note for s in settled])
+        for part, own_rows, error, total, doubts in zip(parts, rows, errors, totals, doubted, strict=True):
+            add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row, doubts)
+        shown, said = list(errors), [s.note for s in settled]
+        if any(doubts.any() for doubts in doubted):
+            reads = self.tree.mixes_itself(tap) and kind_of(role) == OUTPUT
+            for i, (part, own_rows, doubts) in enumerate(zip(parts, rows, doubted, strict=True)):
+                if not part.identical:
+                    own = np.isin(own_rows.keys, settled[i].own)
+                    shown[i], text = unjudged(errors[i], doubts, own, reads)
+                    said[i] = "; ".join(filter(None, (said[i], text)))
+                    self.unseen.rows.update(own_rows.keys[doubts].tolist() if reads and text else ())
+        self._add(unit, unit.parts, shown, limits, said)
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
             for i, mask in enumerate(s.left for s in settled):
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
@@ -644,10 +699,31 @@ class _Judge:
             allowed, created = max(t.row for t in totals), max(limit.row for _, limit, _ in limits)
             weak = any(p.stats is not None for p in parts)
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
-            columns = None if any(s.left is not None for s in settled) else unit.columns
+            unsure = np.unique(np.concatenate([_NO_KEYS, *map(self._doubted, parts, rows, errors)]))
+            columns = None if len(unsure) or any(s.left is not None for s in settled) else unit.columns
             shared = shared_rows(parts, errors, rows)
             self._trace(replace(unit, columns=columns), rows, which, known, created, everywhere, max(allowed, 0.0),
-                        weak, shared=shared)  # fmt: skip
+                        weak, shared=shared, doubted=unsure)  # fmt: skip
+
+    def _routes(self, unit: MeasuredUnit) -> bool:
+        """Whether the unit says which experts rows go to: their numbers; with a pack, where nobody may have seen these,
+        a router's logits, too."""
+        tap, role, _ = unit.key
+        if is_choice(role, unit.cls) or not len(self.unseen.computed):
+            return is_choice(role, unit.cls)
+        return is_logits(tap, role, unit.cls) and any(in_front_of(tap, holder) for holder in self.holders)
+
+    def _mixes(self, unit: MeasuredUnit) -> bool:
+        """Whether rows meet in the unit's module, or in one around it."""
+        if not self.unseen.first or unit.vision:
+            return False
+        return any(map(self.tree.mixes_itself, (unit.key[0], *enclosing(unit.key[0]))))
+
+    def _doubted(self, part: Part, rows: RowSet, errors: RowErrors) -> np.ndarray:
+        """Keys of the part's rows that earlier rows may have changed: all where one error stands for them."""
+        mask = self.unseen.behind(rows.keys)
+        one = not part.identical and (part.whole or len(errors.err) != len(mask))
+        return rows.keys if one and mask.any() else rows.keys[mask]
 
     def _unrouted(
         self, settled: list[RerouteNote], parts: Sequence[Part], rows: Sequence[RowSet], errors: Sequence[RowErrors]
@@ -710,7 +786,7 @@ class _Judge:
     def _trace(
         self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,
         everywhere: float = 0.0, allowed: float = 0.0, weak: bool = False, spoilt: bool = False,
-        shared: np.ndarray = _NO_KEYS,
+        shared: np.ndarray = _NO_KEYS, doubted: np.ndarray = _NO_KEYS,
     ) -> None:  # fmt: skip
         rows = self.unions.of(keys)
         bad, columns = by_key(which, columns, rows)
@@ -730,7 +806,7 @@ class _Judge:
         self.traces.append(TensorErrors(
             *unit.key, kind_of(role), unit.order, limit, rows.seen, bad, err, everywhere, unit.vision, allowed, weak,
             rel, gain, rounding, unit.columns, part.width if part is not None else 1, broken, own, spoilt, unit.gap,
-            shared, few=not settled and any(p.few for p in unit.parts),
+            shared, few=not settled and any(p.few for p in unit.parts), doubted=doubted,
         ))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
