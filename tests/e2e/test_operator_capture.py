@@ -184,7 +184,8 @@ def test_what_a_model_calls_is_there_with_its_place(engines: Engines, dumps: Any
     assert len(blocks) >= len(attention)  # each layer writes to its cache or reads it in every step
     judged = {c.tap: c.status for c in checked(dump) if "::_C." in c.tap and ("cache" in c.tap or "attention" in c.tap)}
     assert judged
-    assert set(judged.values()) == {"pass"}, judged
+    # Writing and reading the cache of latent attention with AMX has operators of its own, without references.
+    assert set(judged.values()) == ({"skip"} if model == "deepseek-v2" and amx() else {"pass"}), judged
     assert reasons["a view, computes nothing"] > len(dump.ops) / 2
 
 
