@@ -5,10 +5,12 @@ scripts/cache_pairs.py has more cases; here is one that is right and one that is
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from preloaded_vllm import FORKED
+from support.kernels import amx, environment
 
 pytestmark = pytest.mark.engine
 
@@ -18,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_format_is_told_apart_from_a_wrong_state(tmp_path: Path, preloaded_vllm: Path) -> None:
     command = [str(preloaded_vllm / FORKED), str(ROOT / "scripts" / "cache_pairs.py"), "--out", str(tmp_path)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
+    if amx():
+        # With AMX vLLM 0.32's attention reads subnormal codes of the cache as 0, and more that was not found out: this
+        # is reported as a wrong kernel. What is shown here is shown with the kernels of AVX-512.
+        command, env = [sys.executable, *command[1:]], env | environment("avx512")
     ran = subprocess.run(
         [*command, "--only", "right-e4m3,dropped-row"], env=env, capture_output=True, text=True, timeout=420
     )
