@@ -171,6 +171,7 @@ def test_a_server_whose_engine_died_and_that_still_runs(
 ) -> None:
     """vLLM's API server answers 503 for as long as its engine takes to end."""
     monkeypatch.setattr("vllm_accprobe.gate.served_run._DIES_S", 0.2)
+    monkeypatch.setattr("vllm_accprobe.gate.served_run._STOP_S", 1.0)
     code = (
         "import sys\nfrom http.server import *\n"
         "server = HTTPServer(('127.0.0.1', int(sys.argv[1][7:])), SimpleHTTPRequestHandler)\n"
