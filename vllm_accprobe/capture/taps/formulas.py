@@ -158,8 +158,8 @@ ArgumentNames = Callable[[Callable[..., Any]], tuple[list[str], str]]
 
 def formulas(module: torch.nn.Module, named: ArgumentNames | None = None) -> dict[str, str]:
     """Role → formula of each output of ``module`` that its code tells, and of what its children receive; {} for a
-    module without parts. named: the names of a forward's positional arguments; without it nothing is said of what
-    children receive. Runs no code of the model but properties of its modules; never raises."""
+    module without parts. named: the names of a forward's positional arguments; without it what children receive
+    is not followed. Runs no code of the model but properties of its modules; never raises."""
     if not module._modules:
         return {}
     try:

@@ -146,7 +146,7 @@ def unrouted(settled: RerouteNote, errors: RowErrors, unseen: np.ndarray) -> Rer
 
 
 def unjudged(errors: RowErrors, doubted: np.ndarray, own: np.ndarray, mixing: bool) -> tuple[RowErrors, str]:
-    """(``errors`` without rows that earlier rows may have changed which were not compared, what is said of them).
+    """(``errors`` without rows that earlier rows may have changed which were not compared, and a text about them).
 
     doubted: bool [rows], these; own: bool [rows], choices that are wrong whatever came in. mixing: whether the module
     reads earlier rows: another is judged by its inputs, which were compared (judge/origins.py)."""
@@ -679,16 +679,16 @@ class _Judge:
             settled = self._unrouted(settled, parts, rows, errors)
         for part, own_rows, error, total, doubts in zip(parts, rows, errors, totals, doubted, strict=True):
             add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row, doubts)
-        shown, said = list(errors), [s.note for s in settled]
+        shown, notes = list(errors), [s.note for s in settled]
         if any(doubts.any() for doubts in doubted):
             reads = self.tree.mixes_itself(tap) and kind_of(role) == OUTPUT
             for i, (part, own_rows, doubts) in enumerate(zip(parts, rows, doubted, strict=True)):
                 if not part.identical:
                     own = np.isin(own_rows.keys, settled[i].own)
                     shown[i], text = unjudged(errors[i], doubts, own, reads)
-                    said[i] = "; ".join(filter(None, (said[i], text)))
+                    notes[i] = "; ".join(filter(None, (notes[i], text)))
                     self.unseen.rows.update(own_rows.keys[doubts].tolist() if reads and text else ())
-        self._add(unit, unit.parts, shown, limits, said)
+        self._add(unit, unit.parts, shown, limits, notes)
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
             for i, mask in enumerate(s.left for s in settled):
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it

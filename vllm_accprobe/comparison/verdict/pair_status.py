@@ -44,11 +44,11 @@ def equal_pairs(
 ) -> list[Pair]:
     """Pairs of parts whose numbers are all equal. limits: of their rows; the others as `make_pair` has them."""
     zero = column(parts, "zero")
-    said = zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True)
+    joined = zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True)
     return _unread(unit, parts, floors, {
         **_EQUAL, "cosine": [None if z else 1.0 for z in zero],
         "rel_l2": (relative := [None if z else 0.0 for z in zero]), "max_rel_err": relative,
-        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": [messages.join(*s) for s in said],
+        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": [messages.join(*s) for s in joined],
     }, [0.0] * len(parts))  # fmt: skip
 
 
@@ -60,16 +60,16 @@ def statistics_pairs(
     table shows them."""
     places: list[tuple[str | None, int | None]] = [(None, None)] * len(parts)
     wrong = [not error <= limit for error in errors]
-    said = []
+    texts = []
     for i, (rows, figures, note) in enumerate(
         zip(*(column(parts, n) for n in ("rows", "figures", "note")), strict=True)
     ):
         if len(rows.keys) == 1 and errors[i] > 0:
             places[i] = setting.name(int(rows.keys[0]))
         clause = "statistics differ" if wrong[i] else "no payload: judged by statistics"
-        said.append(messages.join(clause, figures_text(figures), note))
+        texts.append(messages.join(clause, figures_text(figures), note))
     return _unread(unit, parts, floors, {
-        "worst_row_rel_l2": values, "status": [FAIL if w else PASS for w in wrong], "message": said, "limit": limit,
+        "worst_row_rel_l2": values, "status": [FAIL if w else PASS for w in wrong], "message": texts, "limit": limit,
         "worst_request": [request for request, _ in places], "worst_position": [at for _, at in places],
     }, values)  # fmt: skip
 

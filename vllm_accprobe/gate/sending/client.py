@@ -32,7 +32,7 @@ KEY = "accprobe_along"
 """The same word as in capture/vllm/sampling.py."""
 GENERATE = "/inference/v1/generate"
 PROBE = PromptLine(OWN_REQUEST, token_ids=tuple(range(3, 19)), along=(7, 3, 9, 4))
-"""What a server is asked to find out whether it can: ids that every vocabulary has, and nobody would choose so.
+"""The request that shows whether a server can: ids that every vocabulary has, in an order that no model chooses.
 Not fewer than five: see capture/vllm/runner.allow_tiles, which a server that we did not start lacks."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
 """What is sent where a prompt's parameters do not say otherwise."""
