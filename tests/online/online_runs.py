@@ -1,6 +1,7 @@
 """What the tests of the online check have in common: dumps of many calls, both commands as processes, a line that can
 be cut."""
 
+import math
 import os
 import socket
 import subprocess
@@ -84,10 +85,10 @@ def serve(out: Path, port: int, *more: str) -> Run:
 
 class Cut:
     """A line between a port of its own and ``port`` that can be cut: bytes go through as they are. At most ``rate``
-    bytes a second, so that there is something left to cut."""
+    bytes a second, and none after ``until`` bytes, so that there is something left to cut."""
 
     def __init__(self, port: int, rate: float = 1e12):
-        self.to, self.rate, self.bytes = port, rate, 0
+        self.to, self.rate, self.bytes, self.until = port, rate, 0, math.inf
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._open: list[socket.socket] = []
@@ -112,6 +113,8 @@ class Cut:
                 b.sendall(block)
                 self.bytes += len(block)
                 time.sleep(len(block) / rate)
+                while self.bytes >= self.until and a in self._open:
+                    time.sleep(0.01)
         self._close(a, b)
 
     @staticmethod
@@ -120,6 +123,13 @@ class Cut:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+    def wait_until(self, more: int) -> None:
+        """Wait until ``more`` bytes went through; the line then stops."""
+        self.until, end = self.bytes + more, time.monotonic() + 120
+        while self.bytes < self.until:
+            assert time.monotonic() < end, f"{self.until - self.bytes:,} of {more:,} bytes are missing after two minutes"
+            time.sleep(0.01)
 
     def cut(self) -> None:
         gone, self._open = self._open, []

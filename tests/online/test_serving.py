@@ -1,5 +1,6 @@
 """Both commands as processes: whatever breaks on the way, the table is the offline one."""
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -35,20 +36,19 @@ def same(out: Path, offline: Path) -> None:
 def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, offline):
     authority, port, out = Authority(), free_port(), tmp_path / "out"
     tls = [str(authority.folder(tmp_path / side, side)) for side in ("server", "client")]
-    line = Cut(port, rate=400_000.0)
+    line = Cut(port)
     first = serve(out, port, "--tls", tls[0])
     send = Run("send", str(calls), "--port", str(line.port), "--tls", tls[1])
     with ended(first, send):
         journal = out / "received/rank0000/journal.jsonl"
         for _ in range(3):
-            before = line.bytes
-            while line.bytes < before + 200_000 and send.process.poll() is None:
-                time.sleep(0.01)
+            line.wait_until(100_000)  # of some 600,000 in all
             line.cut()
-        before = line.bytes
-        while not journal.stat().st_size or (line.bytes < before + 50_000 and send.process.poll() is None):
-            time.sleep(0.01)  # on after the third cut, too: the kill is a fourth break
+        line.wait_until(20_000)  # on after the third cut, too: the kill is a fourth break
+        while not journal.stat().st_size:
+            line.wait_until(20_000)
         assert send.process.poll() is None  # else nothing was cut or killed in the middle
+        line.until = math.inf
         first.kill()
         had = journal.stat().st_size
         second = serve(out, port, "--tls", tls[0])
