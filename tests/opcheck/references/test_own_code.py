@@ -105,6 +105,23 @@ class Turns(Block):
         return self.b(x.reshape(-1, D))
 
 
+class FirstRow(Block):
+    """Item 0 of a part that gives one tensor: its first row, for all rows."""
+
+    def forward(self, x):
+        return x + self.a(x)[0]
+
+
+class FirstOfBatch(Block):
+    def forward(self, x):
+        return x + self.b(x + self.a(x)[0, ...])[0, ...]
+
+
+class OneBatch(Block):
+    def forward(self, x):
+        return self.b(x[None, ...])[0, ...] + self.a(x)
+
+
 def rows_of(block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None) -> list[CheckResult]:
     """opcheck's rows of a model that holds ``block``; run: what runs in place of its code."""
     torch.manual_seed(0)
@@ -122,7 +139,8 @@ def rows_of(block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | Non
             for row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns])
+@pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns, FirstRow,
+                                  FirstOfBatch, OneBatch])  # fmt: skip
 def test_a_right_block_does_not_fail(kind: type[Block], tmp_path: Path) -> None:
     rows = rows_of(kind(), tmp_path / "d")
     assert not [(r.role, r.message) for r in rows if r.status == FAIL]
@@ -155,10 +173,14 @@ def _other_turns(self, x):
     return self.b(x)
 
 
+def _other_batch(self, x):
+    return self.b(x[None, ...])[0, ...] - self.a(x)
+
+
 @pytest.mark.parametrize(("kind", "run", "role"), [
     (Residual, _other_residual, "b/input.input"), (WrittenLater, _other_written, "b/input.input"),
     (Heads, _other_heads, "output.0"), (Coarse, _other_coarse, "last/input.input"),
-    (Turns, _other_turns, "layers.2/input.input"),
+    (Turns, _other_turns, "layers.2/input.input"), (OneBatch, _other_batch, "output.0"),
 ])  # fmt: skip
 def test_a_block_that_is_wired_otherwise_fails(
     kind: type[Block], run: Callable[..., torch.Tensor], role: str, tmp_path: Path

@@ -276,13 +276,26 @@ class Formula:
             return self._output(*_place(node), whole)
         if isinstance(node, ast.IfExp):
             return self._value(node.body if self._is_there(node.test, node.body) else node.orelse, whole)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "view":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("view", "without_batch"):
             decline_if(len(node.args) != 1 or node.keywords, NO_FORMULA)
+            if node.func.id == "without_batch":
+                decline_if(any(n != 1 for n in self._batches(node.args[0])), "the first row of a part's output")
             return self._value(node.args[0], whole=True)
         if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
             left, right = (self._rounded(self._value(side)) for side in (node.left, node.right))
             return self._of_two(type(node.op), left, right)
         raise Declined(NO_FORMULA)
+
+    def _batches(self, node: ast.AST) -> Iterator[int]:
+        """The first size of each tensor in a formula."""
+        if isinstance(node, ast.Subscript):
+            path, k = _place(node)
+            yield from (r.shape[0] for r in self._records(path, f"output.{k}") if r.shape)
+        elif isinstance(node, ast.Name) and (x := self._call.maybe(node.id)) is not None and x.dim():
+            yield len(x)
+        else:
+            for part in ast.iter_child_nodes(node):
+                yield from self._batches(part)
 
     def _here(self, tensor: Any, whole: bool) -> Expected:
         """whole: it was viewed in another shape, and may be no bias."""
