@@ -13,7 +13,6 @@ product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section
 from __future__ import annotations
 
 import ast
-import contextlib
 import math
 import operator
 import re
@@ -213,11 +212,13 @@ NOT_RECEIVED = "this part did not receive what the block's own code hands to it"
 def received(call: Call) -> dict[str, Expected]:
     """What the block's own code hands to its parts, of those inputs that were captured (roles ``inside.path/name``)."""
     found = {}
-    all_seen(call)
     for role, text in call.attrs[FORWARD].items() if isinstance(call.attrs[FORWARD], Mapping) else ():
-        if role.startswith(INSIDE) and role in call.outputs and isinstance(text, str):
-            with contextlib.suppress(Declined):
+        if role.startswith(INSIDE) and (received := call.outputs.get(role)) is not None and isinstance(text, str):
+            try:
+                all_seen(call)
                 found[role] = Formula(call, role).expected(text)
+            except Declined as why:
+                found[role] = Expected(received, rows=torch.zeros(1, dtype=torch.bool), reason=why.reason)
     return only(found, note=NOT_RECEIVED, source=BY_OWN_CODE)
 
 
