@@ -127,7 +127,7 @@ class OneBatch(Block):
 def rows_of(
     block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None, *, alone: bool = False
 ) -> list[CheckResult]:
-    """opcheck's rows of a model that holds ``block``, or of the block ``alone``; run: what runs in place of its code."""
+    """opcheck's rows of a model that holds ``block``, or of it ``alone``; run: what runs in place of its code."""
     torch.manual_seed(0)
     model = (block if alone else nn.Sequential(block)).bfloat16().eval()
     function = type(block).forward

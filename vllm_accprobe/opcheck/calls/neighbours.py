@@ -24,10 +24,11 @@ import torch
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ADAPTER_ANEW, FORWARD, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of

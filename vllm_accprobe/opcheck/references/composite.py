@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.dump.schema import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
     RECEIVED,
