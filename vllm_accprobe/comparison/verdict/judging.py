@@ -162,12 +162,12 @@ def unjudged(errors: RowErrors, doubted: np.ndarray, own: np.ndarray, mixing: bo
     return errors, f"{int((doubted if one else mask).sum())} rows {how}: earlier rows' experts were not compared"
 
 
-def _none_judged(part: Part, before: RowErrors, after: RowErrors, left: np.ndarray | None) -> bool:
+def _none_judged(before: RowErrors, after: RowErrors, left: np.ndarray | None) -> bool:
     """Whether every row of a part is left out: one of ``left``, or one whose error ``before`` is none ``after``."""
     out = before.err > after.err
     if left is not None:
         out = left if len(left) != len(out) else out | left
-    return bool(out.all()) and len(out) > 0 and not part.identical
+    return bool(out.all()) and len(out) > 0
 
 
 def add_undecided(
@@ -702,8 +702,9 @@ class _Judge:
                     shown[i], text = unjudged(errors[i], doubts, own, reads)
                     notes[i] = "; ".join(filter(None, (notes[i], text)))
                     self.unseen.rows.update(own_rows.keys[doubts].tolist() if reads and text else ())
-        each_part = zip(parts, errors, shown if reads else errors, (s.left for s in settled), strict=True)
-        none_judged = {id(one[0]) for one in each_part if _none_judged(*one)} if tap != SAMPLER or role != TOKEN else ()
+        each_part = zip(parts, errors, shown if reads else errors, settled, strict=True)
+        flips = (tap, role) == (SAMPLER, TOKEN)  # they judge it
+        none_judged = [id(part) for part, a, b, s in each_part if not flips and _none_judged(a, b, s.left)]
         self._add(unit, unit.parts, shown, limits, notes, none_judged)
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
             for i, mask in enumerate(s.left for s in settled):
@@ -856,7 +857,7 @@ class _Judge:
                  for p, pair in own}  # fmt: skip
         for part in parts:
             pair = pairs.get(id(part)) or pair_status.skipped_pair(unit, part)
-            if id(part) in none_judged:
+            if id(part) in none_judged and not pair.identical:
                 pair = replace(pair, status=SKIP, message=NONE_JUDGED)
             self.replicas += bool(part.replicas)
             rows = NO_ROWS if pair.status == SKIP else self._rows_of(part) if pair.status == FAIL else part.rows
