@@ -49,6 +49,13 @@ def test_parameters_stand_before_their_module_or_behind_its_neighbour():
         ("l.act_fn", "SiluAndMul", False),
         ("l.thing", "Something", True),  # the unknown is taken to mix
         ("l.self_attn", "", True),
+        ("l.self_attn", "MiniMaxText01LinearAttention", True),  # the last word decides
+        ("l.linear_attn", "", True),
+        ("l.self_attn", "SolarOpenAttention", True),
+        ("l.mixer.norm", "MambaRMSNormGated", False),
+        ("l", "Qwen2MoeDecoderLayer", True),  # experts are a part of it
+        ("model", "Qwen3MoeModel", True),
+        ("l.mlp", "Qwen2MoeSparseMoeBlock", False),
     ],
 )
 def test_which_operators_mix_rows(tap, cls, expected):
@@ -65,6 +72,9 @@ def test_a_parent_mixes_if_a_child_does_and_what_runs_inside_is_inside():
     assert [tree.mixing[t] for t in ("m.l.0", "m.l.0.mlp", "logits_processor", ROOT_TAP)] == [True, False, False, True]
     inside_first = ["m.l.0.attn", "m.l.0.mlp", "m.l.0", "lm_head", "m", "logits_processor", ROOT_TAP]
     assert [tree.mixes_itself(t) for t in ("m.l.0.attn", "m.l.0", "m.l.0.mlp", ROOT_TAP, "x")] == [True, *[False] * 4]
+    alone = {"l": "Qwen2MoeDecoderLayer", "l.mlp": "Qwen2MoeSparseMoeBlock", "l.attn": "KimiLinearAttention"}
+    assert Tree.of(["l", "l.mlp"], alone).mixes_itself("l")  # its attention was not captured
+    assert [Tree.of([*alone], alone).mixes_itself(t) for t in alone] == [False, False, True]
     assert list(tree.mixing) == inside_first  # in no set's order, so that measured.npz is the same at each run
 
 

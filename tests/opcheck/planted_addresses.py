@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from opcheck.cause_calls import HEAD, HEADS, KV, WIDTH, attention, drawn, linear, norm, softmax, with_output
 
 from vllm_accprobe.align.tokens import SampledRow
-from vllm_accprobe.dump.schema import FORWARD, Request, RowSpace, SamplingParameters, Segment
+from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.schema import Request, RowSpace, SamplingParameters, Segment
 from vllm_accprobe.judge import sampling_rules
 from vllm_accprobe.opcheck.calls import sampler_calls
 from vllm_accprobe.opcheck.calls.neighbours import Past

@@ -93,6 +93,8 @@ class PlainTensor:
 
 
 _MIXES = re.compile(r"attention|attn|mamba|ssm|conv|recurrent|retention|rwkv|delta|mixer|lstm|gru", re.I)
+_NOT_MIXED = re.compile(r"norm|linear|embed|rotary|rope", re.I)
+_HOLDS = re.compile(r"((De|En)coderLayer|Model)$|[a-z]For[A-Z]")
 _ROWWISE = re.compile(
     r"linear|norm|embed|rotary|rope|act|silu|gelu|relu|mul|mlp|feedforward|ffn|moe|expert|router|gate|logits|sampler"
     r"|lmhead|dropout|identity",
@@ -209,9 +211,10 @@ class Tree:
 
 
 def mixes(tap: str, cls: str) -> bool:
-    """Whether a row of the output depends on other rows of the input."""
+    """Whether a row of the output may depend on other rows of the input: by its name, where no child shows it. A name
+    that says nothing, or that holds layers, does not say that it works by rows."""
     what = _name_of(tap, cls)
-    return _named_mixing(what) or not _ROWWISE.search(what)
+    return _named_mixing(what) or bool(_HOLDS.search(what)) or not _ROWWISE.search(what)
 
 
 def _name_of(tap: str, cls: str) -> str:
@@ -219,7 +222,9 @@ def _name_of(tap: str, cls: str) -> str:
 
 
 def _named_mixing(what: str) -> bool:
-    return bool(_MIXES.search(what)) and not re.search(r"norm|linear|embed|rotary|rope", what, re.I)
+    """The last word decides: linear attention is an attention, and an attention's norm is a norm."""
+    last = max((m.end() for m in _MIXES.finditer(what)), default=0)
+    return last > max((m.end() for m in _NOT_MIXED.finditer(what)), default=0)
 
 
 _NOWHERE, _BEHIND = 1e18, 1e19

@@ -28,11 +28,12 @@ import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.record_table import of_sites
-from vllm_accprobe.dump.schema import FORWARD, TOKENS, Module, Record
+from vllm_accprobe.dump.schema import TOKENS, Module, Record
 from vllm_accprobe.judge.origins import OriginEntry
 
 MAX_JSON = 16 << 20

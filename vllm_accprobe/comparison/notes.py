@@ -426,7 +426,7 @@ def _about_kl(pairs: list[Pair]) -> str:
 
 
 def _judged(pair: Pair, name: str, rule: PairRule) -> tuple[tuple[Cell, ...], Pair, str]:
-    if pair.status == SKIP or (pair.max_abs_err is None and not pair.nonfinite):
+    if pair.max_abs_err is None and not pair.nonfinite:
         return (None,) * len(rule.columns), pair, SKIPPED
     cells, word, why = rule.rule(_numbers(pair))
     if word in (NO_VERDICT, SKIPPED):

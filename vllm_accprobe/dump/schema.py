@@ -306,9 +306,6 @@ class Module:
     source: str | None = None
 
 
-FORWARD = "forward"
-"""Attribute of modules with parts: role → formula of what the module's own code makes of its inputs and its parts'
-outputs (capture/taps/formulas.py); {} where that was not followed. Also the name of the reference that evaluates it."""
 OWN_REQUEST = "accprobe-asks"
 """What the gate calls the request by which it asks a server whether it can answer with named tokens: nobody's prompt,
 which is neither captured nor compared."""

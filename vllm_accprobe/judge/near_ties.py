@@ -344,6 +344,7 @@ PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED, OTHERWISE, UNROUTED = (
     "other sampling parameters",
     "experts not compared",
 )
+UNJUDGED = (UNKNOWN, UNROUTED)
 FAILED = (SAMPLED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED)
 """A sampler or a logits processor that did not do what its request asks."""
 

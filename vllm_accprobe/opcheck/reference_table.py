@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
-from vllm_accprobe.dump.schema import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.opcheck.reference import (
     BACKWARD,
     BY_ROWS,

@@ -400,7 +400,31 @@ class Viewed(Block):
         return (x + y.reshape(4, 1)).squeeze(-1)
 
 
+class Several(nn.Module):
+    def __init__(self, alone: bool):
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, x):
+        y = torch.relu(x)
+        if self.alone:
+            return y
+        return y, None
+
+
+class Items(Block):
+    """Item 0 of a tuple is its first tensor, of one tensor its first row."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.mlp = Several(alone=False), Several(alone=True)
+
+    def forward(self, x):
+        return x + self.attn(x)[0], x + self.mlp(x)[0]
+
+
 @pytest.mark.parametrize(("block", "wanted"), [
+    (Items(), {"output.0": "(x + attn[0])"}),
     (Turns(), {"output.0": "(layers.2[0] + layers.2[1])"}), (Leaves(), {"output.1": "mlp[0]"}),
     (Undecided(6), {"output": "norm"}), (Viewed(), {"output.0": "(view(x) + view(attn[0]))"}),
     (Nested(), {"output": "mlp", "own_code": "mlp"}), (Long(), {"output": "mlp", "own_code": "mlp"}),

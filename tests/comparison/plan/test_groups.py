@@ -1,5 +1,6 @@
 """Grouping by columns against a plain loop over records; what a group is made of."""
 
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 from dump.dumps import put, writer
 
+from vllm_accprobe.align.ranks import RankPiece, Unmergeable, plan_merge
 from vllm_accprobe.comparison.plan.groups import Groups, Joining, PlacedRecords, merged
+from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.formats import open_dump
 
 RNG = np.random.default_rng(0)
@@ -59,6 +62,25 @@ def test_forms_have_one_plan_and_missing_ranks_another(records):
     assert groups[0].merge is groups[1].merge
     assert groups[0].merge.shape == (2, 8)
     assert (groups[3].merge, groups[3].problem) == (None, "not every rank of the group was captured (missing 0 of 2)")
+
+
+@pytest.mark.parametrize("places", list(itertools.permutations(range(3))))
+def test_each_group_of_unknown_layout_has_the_plan_of_its_own_hashes(records, places):
+    """Whichever rank is the first of its group, and whichever hashes were taken."""
+    (base,) = (r for r in records if (r.rank, r.step, r.tap) == (1, 9, "a.c"))
+    hashes = list(itertools.product((None, "", "a", "b"), repeat=3))
+    layouts = [Layout("unknown", index=place, size=3) for place in places]
+    ranks = [replace(base, rank=k, step=step, seq=step, hash=each[k], layout=layouts[k])
+             for step, each in enumerate(hashes) for k in range(3)]  # fmt: skip
+    sides = [PlacedRecords(of, np.zeros(len(of), np.int64)) for of in (ranks, [replace(base, layout=Layout("own"))])]
+    groups, _ = merged((sides[0], sides[1]), tuple(np.arange(len(s.step)) for s in sides), Joining(({}, {})))
+    for group, each in zip(groups, hashes, strict=True):
+        pieces = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in group.records]
+        try:
+            alone, why = plan_merge(pieces, base.shape), ""
+        except Unmergeable as problem:
+            alone, why = None, str(problem)
+        assert (group.merge, group.problem) == (alone, why), each
 
 
 def test_copies_that_differ_are_seen(records):

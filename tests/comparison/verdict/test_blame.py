@@ -7,7 +7,10 @@ import pytest
 from synthetic_model import PROMPTS, MemoryDump, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump.schema import PREFILL, Mask, SamplingParameters
+from vllm_accprobe.comparison.pair import SKIP
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_LOGITS
+from vllm_accprobe.comparison.verdict.judging import NONE_JUDGED
+from vllm_accprobe.dump.schema import DECODE, PREFILL, Mask, SamplingParameters
 from vllm_accprobe.judge.near_ties import NOT_COMPARED, UNROUTED, UPSTREAM
 from vllm_accprobe.report import html, markdown, terminal
 
@@ -352,3 +355,8 @@ def test_best_logits_of_rows_whose_experts_were_not_compared(
     assert {flip["why"] for flip in found.tokens["flipped"]} == {why}
     assert found.coverage["skipped"].get(NOT_COMPARED, 0) == (3 if why == UNROUTED else 0)
     assert any("their experts were not compared" in note for note in found.notes) is (why == UNROUTED)
+    decoded = {p.role: (p.status, p.message) for p in found.pairs if p.tap == SAMPLER and p.phase == DECODE}
+    if why == UNROUTED:  # a pair without a judged row is no pass
+        assert decoded == {TOKEN: (SKIP, "1 flipped: experts not compared"), TOP_LOGITS: (SKIP, NONE_JUDGED)}
+    else:
+        assert SKIP not in {status for status, _ in decoded.values()}

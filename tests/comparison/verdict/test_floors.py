@@ -17,7 +17,7 @@ from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.verdict.judging import add_undecided, settle, unrouted
 from vllm_accprobe.judge.calibration import FLOAT32, MARGIN, SECOND_RUN, Calibration, load
 from vllm_accprobe.judge.near_ties import Rerouted
-from vllm_accprobe.judge.tensor_errors import RowErrors
+from vllm_accprobe.judge.tensor_errors import NONFINITE, RowErrors
 from vllm_accprobe.standards import built_in
 
 ONE = {"prompts": {"a": [3, 14, 15, 9, 2, 6], "b": [5, 3, 5]}, "tokens": 3}
@@ -152,9 +152,9 @@ KEYS = np.array([(1 << 32) | i for i in range(4)])
 UNIT = MeasuredUnit(("mlp", "output.0", 0), "", "", 1, 0, False, False)
 
 
-def settled(rerouted, *, whole=False):
+def settled(rerouted, *, whole=False, measure=0):
     n = 1 if whole else 4
-    errors = RowErrors(np.ones(n), np.full(n, 2.0), np.ones(n), np.ones(n), np.zeros(n, np.int8), np.ones(n))
+    errors = RowErrors(np.ones(n), np.full(n, 2.0), np.ones(n), np.ones(n), np.full(n, measure, np.int8), np.ones(n))
     part = Part("g", "m", 0, 0, (0, 0), None, "float32", 0, (8,), whole=whole)
     return settle(UNIT, part, RowSet(KEYS), errors, rerouted, 2.0**-8, []), errors
 
@@ -177,6 +177,12 @@ def test_a_tensor_without_rows_is_left_out_whole():
     assert found.note.startswith("not judged: its step has rows after a router's near tie")
     assert (found.left.all(), errors.err.tolist()) == (True, [0.0])
     assert settled(Rerouted(first={9: 0}), whole=True)[0].left is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_nan_is_judged_behind_a_near_tie_too(whole):
+    found, errors = settled(Rerouted(first={1: 0}), whole=whole, measure=NONFINITE)
+    assert (found.note, found.left, errors.err.min()) == ("", None, 1.0)
 
 
 @pytest.mark.parametrize(

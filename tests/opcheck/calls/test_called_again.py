@@ -8,8 +8,8 @@ import pytest
 import torch
 from opcheck_dumps import Maker
 
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.schema import FORWARD
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.registry import default_references

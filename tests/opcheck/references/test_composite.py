@@ -129,6 +129,7 @@ def test_what_a_part_receives() -> None:
     call = block("OddBlock", A, {"self_attn": B, "norm": M, "mlp": A}, x=X, attrs={"forward": code},
                  more={"inside.norm/x": X, "inside.mlp/x": M, "inside.mlp/y": X})  # fmt: skip
     found = evaluated(call)
+    assert found.pop("inside.mlp/y").reason == "odd was not captured"
     assert {role: e.unit for role, e in found.items()} == {"output.0": 0.0, "inside.norm/x": None, "inside.mlp/x": 0.0}
     torch.testing.assert_close(found["inside.norm/x"].value, X + B, rtol=1e-15, atol=0.0)
     assert torch.equal(found["inside.mlp/x"].value, M)

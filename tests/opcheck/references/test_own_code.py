@@ -11,10 +11,12 @@ from torch import nn
 
 from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.proof.prove import covers
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, CheckResult
 
 D = 16
 """As many as there are rows, so that no shape says which dimension is meant."""
@@ -105,10 +107,29 @@ class Turns(Block):
         return self.b(x.reshape(-1, D))
 
 
-def rows_of(block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None) -> list[CheckResult]:
-    """opcheck's rows of a model that holds ``block``; run: what runs in place of its code."""
+class FirstRow(Block):
+    """Item 0 of a part that gives one tensor: its first row, for all rows."""
+
+    def forward(self, x):
+        return x + self.a(x)[0]
+
+
+class FirstOfBatch(Block):
+    def forward(self, x):
+        return x + self.b(x + self.a(x)[0, ...])[0, ...]
+
+
+class OneBatch(Block):
+    def forward(self, x):
+        return self.b(x[None, ...])[0, ...] + self.a(x)
+
+
+def rows_of(
+    block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None, *, alone: bool = False
+) -> list[CheckResult]:
+    """opcheck's rows of a model that holds ``block``, or of it ``alone``; run: what runs in place of its code."""
     torch.manual_seed(0)
-    model = nn.Sequential(block).bfloat16().eval()
+    model = (block if alone else nn.Sequential(block)).bfloat16().eval()
     function = type(block).forward
     right = function.__code__
     with Probe(model, dir=str(root)), torch.no_grad():
@@ -122,7 +143,8 @@ def rows_of(block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | Non
             for row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns])
+@pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns, FirstRow,
+                                  FirstOfBatch, OneBatch])  # fmt: skip
 def test_a_right_block_does_not_fail(kind: type[Block], tmp_path: Path) -> None:
     rows = rows_of(kind(), tmp_path / "d")
     assert not [(r.role, r.message) for r in rows if r.status == FAIL]
@@ -155,13 +177,26 @@ def _other_turns(self, x):
     return self.b(x)
 
 
+def _other_batch(self, x):
+    return self.b(x[None, ...])[0, ...] - self.a(x)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["inside", "root"])
 @pytest.mark.parametrize(("kind", "run", "role"), [
     (Residual, _other_residual, "b/input.input"), (WrittenLater, _other_written, "b/input.input"),
     (Heads, _other_heads, "output.0"), (Coarse, _other_coarse, "last/input.input"),
-    (Turns, _other_turns, "layers.2/input.input"),
+    (Turns, _other_turns, "layers.2/input.input"), (OneBatch, _other_batch, "output.0"),
 ])  # fmt: skip
 def test_a_block_that_is_wired_otherwise_fails(
-    kind: type[Block], run: Callable[..., torch.Tensor], role: str, tmp_path: Path
+    kind: type[Block], run: Callable[..., torch.Tensor], role: str, alone: bool, tmp_path: Path
 ) -> None:
-    rows = rows_of(kind(), tmp_path / "d", run)
+    rows = rows_of(kind(), tmp_path / "d", run, alone=alone)
     assert role in [r.role for r in rows if r.status == FAIL]
+
+
+def test_what_a_part_received_is_unchecked_where_its_formula_declines(tmp_path: Path) -> None:
+    rows = rows_of(Written(), tmp_path / "d", alone=True)
+    found = [r for r in rows if r.tap == ROOT_TAP]
+    assert [(r.role, r.status, r.checked) for r in found] == [("output.0", PASS, D), ("b/input.input", SKIP, 0)]
+    assert found[1].message == "a part of the block changed what it received"
+    assert covers(found, ())[ROOT_TAP].checked == 0

@@ -5,9 +5,10 @@ its own way. The idea: the source of a module's forward is followed symbolically
 the module's own numbers and switches are known, its children are calls, and every path through the code gives an
 expression of each output: ``{"output.0": "hidden_states + attn[0] + mlp[0]"}``. Words: an input's name; ``path[k]``,
 output k of the child at that path; ``own.name``, a parameter; numbers; + - * /; ``view(w)``, all of w in another
-shape; ``a if w else b``, where w says whether the input or output w is there. ``output`` alone names the child all of
-whose outputs are handed on, ``inside.path/name`` is the input of that name of the child at that path, ``own_code``
-children whose inputs are not followed. What is not followed (functions, slices, a child called twice) has no formula.
+shape; ``without_batch(w)``, all of w if it is a batch of one; ``a if w else b``, where w says whether the input or
+output w is there. ``output`` alone names the child all of whose outputs are handed on, ``inside.path/name`` is the
+input of that name of the child at that path, ``own_code`` children whose inputs are not followed. What is not followed
+(functions, slices, a child called twice) has no formula.
 Not here: what a formula makes of tensors (opcheck/references).
 """
 
@@ -20,6 +21,7 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +57,7 @@ _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda",
 _SHAPES = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 _SAME = ("contiguous", "clone", "detach", *_SHAPES)
 """Methods of a tensor that leave its numbers and their order as they are; `_SHAPES`: in another shape."""
+_NO_BATCH = "without_batch"
 _MAY_COPY = ("contiguous", "reshape", "flatten", "reshape_as")
 _PASSING = (torch.nn.Identity, torch.nn.modules.dropout._DropoutNd)
 """Modules that give their input itself where nothing is dropped."""
@@ -69,12 +72,12 @@ class _Lost(Exception):
 @dataclass
 class _Cell:
     """A tensor: what it is, None where that is not known. optional: it may be None instead; layers: it comes out of a
-    loop over modules; viewed: in another shape; copied: some of its names may have memory of their own."""
+    loop over modules; viewed: the word for its other shape; copied: some of its names may have memory of their own."""
 
     text: str | None
     optional: bool = False
     layers: bool = False
-    viewed: bool = False
+    viewed: str = ""
     copied: bool = False
     base: Any = field(default=None, compare=False)
     """The tensor whose memory it may be."""
@@ -195,6 +198,7 @@ class _Follower:
         self._module, self._globals, self._named = module, getattr(function, "__globals__", {}), named
         self._unroll = unroll
         self._received: dict[str, str | None] = {}
+        self.returned: list[Any] = []
         self._paths = {id(m): name for name, m in module.named_modules() if name}
         self._left, self._turns_left = _MOST_PATHS, _MOST_TURNS
         self._blind, self._written = set[str](), set[str]()
@@ -226,7 +230,8 @@ class _Follower:
         while todo:
             s = todo.pop()
             if isinstance(s, ast.Return):
-                return self._value(s.value, path) if s.value is not None else None
+                self.returned.append(self._value(s.value, path) if s.value is not None else None)
+                return self.returned[-1]
             if isinstance(s, ast.Raise):
                 return None
             if isinstance(s, ast.If):
@@ -375,7 +380,7 @@ class _Follower:
         if isinstance(node, ast.Attribute):
             return self._attribute(self._value(node.value, path), node.attr)
         if isinstance(node, ast.Subscript):
-            return _subscript(self._value(node.value, path), self._value(node.slice, path))
+            return self._subscript(self._value(node.value, path), self._value(node.slice, path))
         if isinstance(node, ast.Call):
             return self._call(node, path)
         if isinstance(node, ast.BinOp):
@@ -492,7 +497,8 @@ class _Follower:
                 return _Cell(None, base=same)
             if method == "clone":
                 return _Cell(same.text, same.optional, same.layers, same.viewed)
-            same.viewed, same.copied = same.viewed or method in _SHAPES, same.copied or method in _MAY_COPY
+            same.viewed = same.viewed or ("view" if method in _SHAPES else "")
+            same.copied = same.copied or method in _MAY_COPY
             return same
         if str(getattr(value, "__module__", "")).startswith("vllm.distributed") and callable(value):
             return self._of_ranks(value, arguments)
@@ -540,6 +546,22 @@ class _Follower:
         alone = function.__name__ == "tensor_model_parallel_all_reduce" and get_tensor_model_parallel_world_size() == 1
         return arguments[0] if alone and len(arguments) == 1 else _Cell(None)
 
+    def _subscript(self, owner: Any, at: Any) -> Any:
+        if isinstance(at, tuple) and len(at) == 2 and at[0] in (_Known(0), _Known(None)) and at[1] == _Known(...):
+            cell = _part(owner, 0) if isinstance(owner, _Child) else owner
+            if at[0] == _Known(0) and isinstance(cell, _Cell):
+                cell.viewed = _NO_BATCH
+            return cell  # of one batch, or as one
+        k = at.value if isinstance(at, _Known) else None
+        if isinstance(k, int) and isinstance(owner, _Child) and k >= 0:
+            several = _gives_several(self._module.get_submodule(owner.path))
+            return _part(owner, k) if several else _Cell(None, base=owner)
+        if isinstance(k, int) and isinstance(owner, tuple) and -len(owner) <= k < len(owner):
+            return owner[k]
+        if isinstance(owner, _Known) and isinstance(owner.value, torch.nn.ModuleList) and isinstance(k, int):
+            return _Known(owner.value[k])
+        return _Cell(None, base=owner if isinstance(owner, (_Cell, _Child)) else None)
+
     def _arithmetic(self, op: ast.operator, a: Any, b: Any) -> Any:
         if isinstance(a, tuple) and isinstance(op, ast.Add):
             more = b if isinstance(b, tuple) else ()  # else the first outputs, whatever comes behind them
@@ -555,6 +577,23 @@ class _Follower:
         texts = [_operand(v) if isinstance(v, _Cell) else repr(float(numbers[0])) if numbers else None for v in values]
         whole = all(t is not None for t in texts) and any(isinstance(v, _Cell) for v in values)
         return _bounded(f"({texts[0]} {sign} {texts[1]})" if whole else None)
+
+
+def _gives_several(module: torch.nn.Module) -> bool:
+    """Whether a module gives a tuple or a record on each path through its code; False where that is not known: item 0
+    of one tensor is its first row."""
+    try:
+        function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+        if re.match(r"(typing\.)?tuple\[", str(inspect.get_annotations(function).get("return")), re.IGNORECASE):
+            return True
+        body, arguments = _parsed(function)
+        follower = _Follower(module, function, None, unroll=False)
+        follower.outputs(body, arguments)
+    except (Exception, SystemExit):  # as in `formulas`
+        return False
+    each = [_gives_several(module.get_submodule(v.path)) if isinstance(v, _Child) else isinstance(v, (tuple, dict))
+            for v in follower.returned]  # fmt: skip
+    return bool(each) and all(each)
 
 
 def _is_blind(v: Any) -> bool:
@@ -587,7 +626,7 @@ def _is_dtype(value: Any, node: ast.expr) -> bool:
 
 
 def _operand(cell: _Cell) -> str | None:
-    return f"view({cell.text})" if cell.viewed and cell.text is not None else cell.text
+    return f"{cell.viewed}({cell.text})" if cell.viewed and cell.text is not None else cell.text
 
 
 def _is_number(value: Any) -> bool:
@@ -643,19 +682,6 @@ def _attribute(owner: Any, name: str) -> Any:
     return _OTHER
 
 
-def _subscript(owner: Any, at: Any) -> Any:
-    if isinstance(at, tuple) and len(at) == 2 and at[0] in (_Known(0), _Known(None)) and at[1] == _Known(...):
-        return _part(owner, 0) if isinstance(owner, _Child) else owner  # of one batch, or as one
-    k = at.value if isinstance(at, _Known) else None
-    if isinstance(k, int) and isinstance(owner, _Child) and k >= 0:
-        return _part(owner, k)
-    if isinstance(k, int) and isinstance(owner, tuple) and -len(owner) <= k < len(owner):
-        return owner[k]
-    if isinstance(owner, _Known) and isinstance(owner.value, torch.nn.ModuleList) and isinstance(k, int):
-        return _Known(owner.value[k])
-    return _Cell(None, base=owner if isinstance(owner, (_Cell, _Child)) else None)
-
-
 def _either(there: str | None, a: Any, b: Any) -> Any:
     """What two paths return: ``a`` where that tensor is there. there: None where nobody knows which path is gone."""
     if a is None or b is None:
@@ -675,7 +701,7 @@ def _either(there: str | None, a: Any, b: Any) -> Any:
     if isinstance(a, tuple) or isinstance(b, tuple):
         return _Cell(None)
     one, other = _text(a), _text(b)
-    viewed = any(isinstance(v, _Cell) and v.viewed for v in (a, b))
+    viewed = max(v.viewed if isinstance(v, _Cell) else "" for v in (a, b))
     if one == other:
         return _Cell(one, viewed=viewed)
     found = _bounded(f"({one} if {there} else {other})" if None not in (there, one, other) else None)

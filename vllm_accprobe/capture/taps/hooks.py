@@ -28,7 +28,8 @@ from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, Ticket
 from vllm_accprobe.capture.taps.formulas import formulas
 from vllm_accprobe.config import ProbeConfig, words_choose
-from vllm_accprobe.dump.schema import FORWARD, ROOT_TAP, Module
+from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 """Types of arguments that hold no tensor."""

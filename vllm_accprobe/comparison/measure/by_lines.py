@@ -210,7 +210,6 @@ def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piec
     left = ~equal & both & ~(golden.readable & mine.readable)
     if not whole and kinds[1] == "int" and is_choice(unit.key[1], unit.cls):
         left &= ~mine.readable
-        equal &= ~mine.readable  # its values are needed even where they are equal
     if unit.key[1].startswith(("input", "inplace")) and "float" in kinds and kinds[0] != kinds[1]:
         left[:] = False  # relations.mixed
     found = []

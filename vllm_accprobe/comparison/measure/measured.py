@@ -117,17 +117,10 @@ class Part:
     def meet(self, golden: Group) -> None:
         self.golden, self.dtype_golden = golden.first.name, golden.first.dtype
 
-    def agree(self, golden: Group, mine: Group) -> None:
+    def agree(self, mine: Group) -> None:
         """All numbers are equal, by their hashes: what was not read is told from statistics."""
         self.identical = True
         self.nonfinite = sum(s.nan + s.inf for s in stats_of(mine) if s is not None)
-        if not self.whole:
-            self.row_norm = _row_norm(golden)
-
-
-def _row_norm(golden: Group) -> float:
-    stats, shape = golden.first.stats, golden.first.shape
-    return stats.l2 / max(shape[golden.row_dim], 1) ** 0.5 if stats and stats.l2 else 0.0
 
 
 def stats_of(group: Group) -> list[Stats | None]:

@@ -17,6 +17,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -28,7 +29,7 @@ from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.by_lines import ByLines
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, stats_of
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
 from vllm_accprobe.comparison.plan import relations
 from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
@@ -192,7 +193,8 @@ class UnitMeasurer:
         mine = mine.only(np.lexsort((mine.cell, np.maximum(mine.step, 0))))
         can = np.flatnonzero(self._fitting(0, goldens))
         at, parts = self.by_lines.parts(unit, goldens, mine, can, whole=not _SORTED.search(unit.key[0]))
-        if len(parts) == len(mine):
+        chosen = is_choice(unit.key[1], unit.cls)  # its values are needed even where they are equal
+        if len(parts) == len(mine) and not chosen:
             found.parts = parts
             return found
         known = dict(zip(at.tolist(), parts, strict=True))
@@ -203,7 +205,8 @@ class UnitMeasurer:
         problem = next((g.problem for g in unit.golden if g.problem), "")
         unknown = any(DTYPES[g.first.dtype].kind == "complex" for g in usable)
         for i, group in enumerate(mine):
-            if i in known:
+            integers = DTYPES[group.first.dtype].kind == "int"
+            if i in known and not (chosen and integers and group.readable and group.where is not None):
                 found.add(known[i])
                 continue
             reading = Reading(group, unit, self.kl)
@@ -223,7 +226,7 @@ class UnitMeasurer:
                     if group.where is None:
                         self._whole(reading, usable)
                     else:
-                        self._rows(reading, with_rows, meet)
+                        self._rows(reading, with_rows, meet, known.get(i))
                 except read.Unread:
                     reading = reading.unread()
             found.add(reading.done(), reading.structure)
@@ -252,7 +255,10 @@ class UnitMeasurer:
         dim, shape = group.row_dim, group.merge.shape if group.merge else ()
         return rows is not None and 0 <= dim < len(shape) and shape[dim] == len(rows.keys)
 
-    def _rows(self, reading: Reading, golden: list[Group], meet: Callable[[Space], Meeting | None]) -> None:
+    def _rows(
+        self, reading: Reading, golden: list[Group], meet: Callable[[Space], Meeting | None], decided: Part | None
+    ) -> None:  # fmt: skip
+        """decided: by lines, of choices."""
         group, part, unit = reading.group, reading.part, reading.unit
         assert group.where is not None
         if group.where not in self.indices.kept:
@@ -274,8 +280,8 @@ class UnitMeasurer:
         if is_choice(unit.key[1], unit.cls) and group.readable and DTYPES[group.first.dtype].kind == "int":
             chosen, at = self.rows[1].load(group, cuts[1], met.row)
             part.choices = widen(chosen.data[at], chosen.dtype).astype(np.int64)
-            if met.aligned and _same(first, group, met.complete):
-                part.agree(first, group)
+            if decided is not None:
+                reading.part = replace(decided, choices=part.choices)
                 return
         if not (group.readable and all(g.readable for g in reading.golden)):
             if met.both:
@@ -402,14 +408,6 @@ class UnitMeasurer:
             part.replicas = f"ranks differ (rank {unequal} from rank {first})"
 
 
-def _same(golden: Group, mine: Group, all_rows: bool) -> bool:
-    """Equal bits by their hashes. Not where a rank's copy differs or NaNs would have to be counted in some rows."""
-    prints = golden.fingerprint, mine.fingerprint
-    if prints[0] is None or prints[0] != prints[1] or _unequal_replicas(mine):
-        return False
-    return all_rows or not any(s is None or s.nan or s.inf for s in stats_of(mine))
-
-
 def _unequal_replicas(group: Group) -> list[int]:
     """Members that should equal the one used, and by their hashes do not."""
     if group.merge is None or group.merge.kind != "one":
@@ -518,7 +516,7 @@ def _compare(part: Part, g: Group, m: Group, golden: read.Loader, mine: read.Loa
     if shapes[0] != shapes[1]:
         return _skipped(part, f"parameters: {OTHER_WIDTH}")
     if g.fingerprint is not None and g.fingerprint == m.fingerprint:
-        part.agree(g, m)
+        part.agree(m)
         return _decided(part, True, "hash")
     floats = [DTYPES[x.first.dtype].kind == "float" for x in (g, m)]
     if g.first.dtype != m.first.dtype and not all(floats):

@@ -38,7 +38,8 @@ class PlacedRecords:
 
     order: int64, the records by group and rank, of a rank the last; start: int64 [groups + 1], where a group's begin in
     it; cell, step (-1: none): int64 [groups]; space: int64 [groups], index into ``spaces``, -1 without rows. form:
-    int64 [groups], equal for groups whose records have the same sites, ranks, and hashes or none."""
+    int64 [groups], equal for groups whose records have the same sites, ranks, and hashes: none, the first record's, or
+    others."""
 
     def __init__(self, records: Sequence[Record], cell: np.ndarray):
         """cell: int64 [records]."""
@@ -84,7 +85,8 @@ class PlacedRecords:
             at = begins[there] + member
             own = np.zeros(len(begins), np.int64)
             record = self.order[at]
-            own[there] = 1 + _numbered(c["site"][record], c["rank"][record])[0] * 2 + (hashes[at] != first[there])
+            kind = np.where(np.equal(hashes[at], NONE), 2, hashes[at] != first[there])
+            own[there] = 1 + _numbered(c["site"][record], c["rank"][record])[0] * 3 + kind
             form = _numbered(form, own)[0]
         return form
 

@@ -11,7 +11,7 @@ a pair's status (pair_status.py), words (comparison/messages.py), measuring (com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -110,8 +110,9 @@ def settle(
     of what lies before; doubted: bool [rows], which earlier rows that were not compared may have changed, so that
     logits far apart are no error."""
     keys = rows.keys
+    finite = errors.measure != NONFINITE  # no expert makes NaN of numbers: rows with it are judged
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
-        if not rerouted.after(keys).any():
+        if not rerouted.after(keys).any() or not finite.all():
             return RerouteNote()
         _forgive(errors, np.ones(len(errors.err), bool))
         why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
@@ -126,7 +127,7 @@ def settle(
         excused = excused if doubted is None else (excused | doubted[other]) & ~bad
         rerouted.add(keys[other[excused]])
         wrong[other[bad]] = True
-    mask = rerouted.after(keys) & ~wrong
+    mask = rerouted.after(keys) & ~wrong & finite
     own = keys[wrong]
     if not mask.any():
         return RerouteNote("", None, own)
@@ -161,6 +162,14 @@ def unjudged(errors: RowErrors, doubted: np.ndarray, own: np.ndarray, mixing: bo
     return errors, f"{int((doubted if one else mask).sum())} rows {how}: earlier rows' experts were not compared"
 
 
+def _none_judged(before: RowErrors, after: RowErrors, left: np.ndarray | None) -> bool:
+    """Whether every row of a part is left out: one of ``left``, or one whose error ``before`` is none ``after``."""
+    out = before.err > after.err
+    if left is not None:
+        out = left if len(left) != len(out) else out | left
+    return bool(out.all()) and len(out) > 0
+
+
 def add_undecided(
     part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float,
     doubted: np.ndarray | None = None,
@@ -175,6 +184,9 @@ def add_undecided(
     near = (err > 0) & (err <= allowed)
     near = near if doubted is None else near | doubted[other]
     rerouted.add(keys[rerouted.undecided(keys, part.margins[other], rounding, near)])
+
+
+NONE_JUDGED = "not judged: all rows follow a router's near tie, or rows whose experts were not compared"
 
 
 def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
@@ -599,6 +611,8 @@ class _Judge:
 
     def _why_nothing(self) -> str:
         why = self.measured.setting.nothing
+        if any(p.message == NONE_JUDGED for p, _ in self.pairs):
+            return f"nothing could be compared: {NONE_JUDGED}"
         if why.endswith(ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
             if not self.measured.setting.moments and self._steps_wanted():
                 return ("nothing could be compared but parameters, which agree: no dump has a step (the servers ended "
@@ -680,15 +694,18 @@ class _Judge:
         for part, own_rows, error, total, doubts in zip(parts, rows, errors, totals, doubted, strict=True):
             add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row, doubts)
         shown, notes = list(errors), [s.note for s in settled]
+        reads = self.tree.mixes_itself(tap) and kind_of(role) == OUTPUT
         if any(doubts.any() for doubts in doubted):
-            reads = self.tree.mixes_itself(tap) and kind_of(role) == OUTPUT
             for i, (part, own_rows, doubts) in enumerate(zip(parts, rows, doubted, strict=True)):
                 if not part.identical:
                     own = np.isin(own_rows.keys, settled[i].own)
                     shown[i], text = unjudged(errors[i], doubts, own, reads)
                     notes[i] = "; ".join(filter(None, (notes[i], text)))
                     self.unseen.rows.update(own_rows.keys[doubts].tolist() if reads and text else ())
-        self._add(unit, unit.parts, shown, limits, notes)
+        each_part = zip(parts, errors, shown if reads else errors, settled, strict=True)
+        flips = (tap, role) == (SAMPLER, TOKEN)  # they judge it
+        none_judged = [id(part) for part, a, b, s in each_part if not flips and _none_judged(a, b, s.left)]
+        self._add(unit, unit.parts, shown, limits, notes, none_judged)
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
             for i, mask in enumerate(s.left for s in settled):
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
@@ -728,7 +745,7 @@ class _Judge:
     def _unrouted(
         self, settled: list[RerouteNote], parts: Sequence[Part], rows: Sequence[RowSet], errors: Sequence[RowErrors]
     ) -> list[RerouteNote]:
-        """What `unrouted` makes of each part. No expert makes NaN of numbers: rows with it are judged."""
+        """What `unrouted` makes of each part."""
         keys = np.concatenate([NO_ROWS.keys, *(of.keys for of in rows)])
         unseen = np.ones(len(keys), bool)
         for known in {id(t.seen): t.seen.keys for t in self.traces if t.rounding and t.tap != SAMPLER}.values():
@@ -830,17 +847,20 @@ class _Judge:
 
     def _add(
         self, unit: MeasuredUnit, parts: Sequence[Part], errors: list[RowErrors], limits: list[PartLimits],
-        notes: list[str],
+        notes: list[str], none_judged: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """Pairs of ``parts``, in order; errors, limits and notes are of those that were compared."""
+        """Pairs of ``parts``, in order; errors, limits and notes are of those that were compared. none_judged: ids
+        of those of which no row is judged."""
         compared = list(zip([p for p in parts if not p.skip], errors, limits, notes, strict=True))
         pairs = {id(p): pair for own in (self._equal(unit, [c for c in compared if c[0].identical]),
                                          self._other(unit, [c for c in compared if not c[0].identical]))
                  for p, pair in own}  # fmt: skip
         for part in parts:
             pair = pairs.get(id(part)) or pair_status.skipped_pair(unit, part)
+            if id(part) in none_judged and not pair.identical:
+                pair = replace(pair, status=SKIP, message=NONE_JUDGED)
             self.replicas += bool(part.replicas)
-            rows = NO_ROWS if part.skip else self._rows_of(part) if pair.status == FAIL else part.rows
+            rows = NO_ROWS if pair.status == SKIP else self._rows_of(part) if pair.status == FAIL else part.rows
             self.pairs.append((pair, rows.keys))
 
     def _equal(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:

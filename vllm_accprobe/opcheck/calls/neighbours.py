@@ -24,10 +24,11 @@ import torch
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ADAPTER_ANEW, FORWARD, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
@@ -415,6 +416,11 @@ _OVER_RANKS = tuple(
 _SUMMED_INSIDE = ("MoERunner", "FusedMoE", "SharedFusedMoE")
 
 
+def _before(tap: str) -> str:
+    """What the paths of the taps below ``tap`` begin with."""
+    return "" if tap == ROOT_TAP else f"{tap}."
+
+
 def _last(records: Mapping[str, Record]) -> int:
     return max((r.seq for r in records.values()), default=-1)
 
@@ -457,7 +463,7 @@ class Neighbours:
 
     def _call_inside(self, rank: int, tap: str, child: str, place: tuple[int, int]) -> Mapping[str, Record]:
         """The records of the one call of a part within a call of ``tap``, {} where there are none or several."""
-        calls = self._during(rank, tap, f"{tap}.{child}", place)
+        calls = self._during(rank, tap, f"{_before(tap)}{child}", place)
         return calls[0] if len(calls) == 1 else {}
 
     def _during(self, rank: int, tap: str, child: str, place: tuple[int, int]) -> list[Mapping[str, Record]]:
@@ -616,8 +622,9 @@ class Neighbours:
         """Routed scaling factors of what lies below ``tap``, by its path, each object once."""
         if rank not in self._scaling:
             self._scaling[rank] = [m for m in self._index.modules.get(rank, {}).values() if _FACTOR in m.attrs]
-        inner = {m.index: m for m in self._scaling[rank] if m.tap.startswith(f"{tap}.")}
-        return {m.tap.removeprefix(f"{tap}."): float(m.attrs[_FACTOR]) for m in inner.values()}
+        start = _before(tap)
+        inner = {m.index: m for m in self._scaling[rank] if m.tap.startswith(start) and m.tap != tap}
+        return {m.tap.removeprefix(start): float(m.attrs[_FACTOR]) for m in inner.values()}
 
     def _parts(self, what: Call, rank: int, tap: str, step: int, n: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """The other ranks' calls of a block whose parts each have a share of the sum: how many, and they."""
@@ -698,7 +705,7 @@ class Neighbours:
     ) -> list[tuple[str, str, Record]]:  # fmt: skip
         """(path below the tap, role, record) of outputs inside, in the order of execution."""
         found = []
-        start = 0 if tap == ROOT_TAP else len(tap) + 1
+        start = len(_before(tap))
         for child in children:
             for records in self._during(rank, tap, child, place):
                 found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]

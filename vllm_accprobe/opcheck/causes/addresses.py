@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.schema import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.opcheck.calls.views import known_memory, without_gaps
 from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, among, edited, moved, with_value
 from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns

@@ -33,7 +33,7 @@ _FILES = (
 _FURTHER = {
     "judge/floor.py": "floor", "judge/statistic.py": "statistic",
     "kernels/formulas.py": "formulas", "kernels/float_formats.py": "float_formats",
-    "dump/schema.py": "schema",
+    "dump/block_code.py": "block_code",
     "standards/measures.py": "measure_names", "standards/dtype_limits.py": "dtype_limits",
 }  # fmt: skip
 """Files of other rooms, and what they are called in the kit."""

@@ -28,9 +28,10 @@ from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.notes import Differs
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import DECODE, FORWARD, PREFILL, Module, Record
+from vllm_accprobe.dump.schema import DECODE, PREFILL, Module, Record
 from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER

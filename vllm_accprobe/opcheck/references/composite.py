@@ -13,7 +13,6 @@ product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section
 from __future__ import annotations
 
 import ast
-import contextlib
 import math
 import operator
 import re
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.dump.schema import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
     RECEIVED,
@@ -213,11 +212,13 @@ NOT_RECEIVED = "this part did not receive what the block's own code hands to it"
 def received(call: Call) -> dict[str, Expected]:
     """What the block's own code hands to its parts, of those inputs that were captured (roles ``inside.path/name``)."""
     found = {}
-    all_seen(call)
     for role, text in call.attrs[FORWARD].items() if isinstance(call.attrs[FORWARD], Mapping) else ():
-        if role.startswith(INSIDE) and role in call.outputs and isinstance(text, str):
-            with contextlib.suppress(Declined):
+        if role.startswith(INSIDE) and (received := call.outputs.get(role)) is not None and isinstance(text, str):
+            try:
+                all_seen(call)
                 found[role] = Formula(call, role).expected(text)
+            except Declined as why:
+                found[role] = Expected(received, rows=torch.zeros(1, dtype=torch.bool), reason=why.reason)
     return only(found, note=NOT_RECEIVED, source=BY_OWN_CODE)
 
 
@@ -276,13 +277,26 @@ class Formula:
             return self._output(*_place(node), whole)
         if isinstance(node, ast.IfExp):
             return self._value(node.body if self._is_there(node.test, node.body) else node.orelse, whole)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "view":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("view", "without_batch"):
             decline_if(len(node.args) != 1 or node.keywords, NO_FORMULA)
+            if node.func.id == "without_batch":
+                decline_if(any(n != 1 for n in self._batches(node.args[0])), "the first row of a part's output")
             return self._value(node.args[0], whole=True)
         if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
             left, right = (self._rounded(self._value(side)) for side in (node.left, node.right))
             return self._of_two(type(node.op), left, right)
         raise Declined(NO_FORMULA)
+
+    def _batches(self, node: ast.AST) -> Iterator[int]:
+        """The first size of each tensor in a formula."""
+        if isinstance(node, ast.Subscript):
+            path, k = _place(node)
+            yield from (r.shape[0] for r in self._records(path, f"output.{k}") if r.shape)
+        elif isinstance(node, ast.Name) and (x := self._call.maybe(node.id)) is not None and x.dim():
+            yield len(x)
+        else:
+            for part in ast.iter_child_nodes(node):
+                yield from self._batches(part)
 
     def _here(self, tensor: Any, whole: bool) -> Expected:
         """whole: it was viewed in another shape, and may be no bias."""

@@ -260,7 +260,7 @@ def _checked(
     row_dim = record.row_dim if record.rows is not None else 0
     found = OutputRows.of(expected, captured, row_dim)
     if not len(found.at) and expected.rows is not None:
-        return without_verdict(c, role, record, SKIP, expected.reason or "no row has a reference")
+        return without_verdict(c, record.role, record, SKIP, expected.reason or "no row has a reference")
     dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
     reference, mine, exact, rows = found.reference, found.mine, found.exact, found.at
     v = found.judge(dtype, chance=options.budget.output, strict=options.standard == STRICT)
