@@ -105,7 +105,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KILLED = [(name, signal.SIGKILL) for name in COMMANDS]
-KILLED += [(name, number) for name in ("compare", "opcheck", "run-shell", "golden-make") for number in (signal.SIGTERM, signal.SIGHUP)]
+ENDED = ("compare", "opcheck", "run-shell", "golden-make")
+KILLED += [(name, number) for name in ENDED for number in (signal.SIGTERM, signal.SIGHUP)]
 
 
 @pytest.mark.parametrize(("name", "number"), KILLED)

@@ -1,8 +1,8 @@
 """``accprobe eval-diff A B``: two runs of an evaluation, or a trainer's log-probabilities and a server's.
 
 Of an evaluation (lm-evaluation-harness, evalscope, OpenCompass, AISBench): for each metric whether the difference is
-more than chance, and which questions flipped. Of a trainer's jsonl, with tokens and log-probabilities: what a server says of the
-same tokens. Which it is, the files say. Not here: the tests (gate/evaluations, gate/trainer).
+more than chance, and which questions flipped. Of a trainer's jsonl, with tokens and log-probabilities: what a server
+says of the same tokens. Which it is, the files say. Not here: the tests (gate/evaluations, gate/trainer).
 """
 
 from __future__ import annotations
