@@ -162,7 +162,7 @@ class Command(typer.core.TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Arguments as they are written here: typer puts them in brackets and braces once more."""
         arguments = (p for p in self.get_params(ctx) if p.param_type_name == "argument")
-        return [self.options_metavar or "", *(p.metavar or p.human_readable_name for p in arguments)]
+        return [self.options_metavar or "", *(p.metavar or str(p.name).upper() for p in arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """In three sections where there are more options than fit one screen, the five that most need first."""
