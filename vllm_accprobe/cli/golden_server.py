@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import unwinding
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
 from vllm_accprobe.refusals import CommandError, NothingThere
@@ -57,9 +58,10 @@ class GoldenWorkOptions:
     keep: Path | None = option("--keep", None, "A new folder for the dump, the answers and the server's log. Default: "
                                "nothing is kept.", metavar="DIR")  # fmt: skip
     max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
-    model: str = option("--model", "", "Where a server has several; the first by default.", metavar="NAME")
-    timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
-    ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
+    model: str = option("--model", "", "The model's name, where a server has several. Default: the first.",
+                        metavar="NAME")  # fmt: skip
+    timeout: float = option("--timeout", 600.0, "How long to wait; for one answer.", metavar="S", min=0.1)
+    ready: float = option("--ready-timeout", 1800.0, "How long a server may take to start.", metavar="S",
                           min=1)  # fmt: skip
 
     def settings(self, prompts: str = "") -> Any:
@@ -92,7 +94,7 @@ class GoldenWorkOptions:
                 shutil.rmtree(home)
             return
         if self.keep is None:
-            with tempfile.TemporaryDirectory(prefix="accprobe-golden-", dir=Path.cwd()) as folder:
+            with unwinding(), tempfile.TemporaryDirectory(prefix="accprobe-golden-", dir=Path.cwd()) as folder:
                 yield Path(folder)
             return
         if self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):

@@ -37,7 +37,7 @@ class GoldenStreamOptions:
 
 
 def stream(what: GoldenStreamOptions) -> None:
-    """Compute a golden without a card: layers are read from the checkpoint one after another, through transformers.
+    """Compute a golden in float32 on a CPU through transformers, layers read from the checkpoint one after another.
 
     Needs memory for one layer in float32 and for the prompts' hidden states, and transformers 5. Writes a dump, and
     DIR/answers with the log-probabilities of all tokens, the 20 best at each position. The same command continues a

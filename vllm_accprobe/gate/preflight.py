@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ def _check_model(model: str | None) -> None:
     named = model is not None and "://" not in model and path.suffix != ".gguf"
     if not named or not (path.exists() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
         return
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as f:
+            if f.read(4) == b"GGUF":  # vLLM reads one by its first bytes, whatever its name
+                return
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise NotServed(f"{model} {what}: write the path of the model's folder as it is from here")
