@@ -356,7 +356,7 @@ def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> lis
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
-    """The sentence that is said of a comparison without pairs; "" where there is nothing to compare at all. units:
+    """The sentence that is reported of a comparison without pairs; "" where there is nothing to compare at all. units:
     whether any tensor of one side has one of the other, by name."""
     seen = setting.coverage
     captured = units or bool(seen.get("taps_only_golden") or seen.get("taps_only_mine"))

@@ -60,7 +60,7 @@ class Comparison:
     foreign: another tool's columns, where its standard was requested (comparison/notes.py). measured:
     what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
     comparison of machines that only round, of any origin that the judge was told to allow; by_chance: the expected
-    number of such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit],
+    number of such origins here, at most that rate, None where it was not computed. machines: {"golden": [habit],
     "mine": [habit]}, how each side computes (report/verdict_parts.py says what a habit is). replayed: "", "partly" or
     "whole": how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for
     commands that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, ""

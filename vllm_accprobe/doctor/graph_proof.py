@@ -160,7 +160,8 @@ class Runs:
         return {**self._base, PREFIX + "MODULES": modules, PREFIX + "PARTS": self._parts()}
 
     def _parts(self) -> str:
-        """They decide where taps stand. Where nothing is said: no parameters, which would fill a disk run by run."""
+        """They decide where taps stand. Where nothing is reported: no parameters, which would fill a disk run by
+        run."""
         return ",".join(self.config.parts) or "input,output"
 
     def _modules(self) -> str:

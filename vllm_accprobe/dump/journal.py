@@ -13,7 +13,7 @@ An operator's argument is a VALUE, a small closed language of JSON; nothing else
     {"complex": [re, im]}          a complex number; re and im are numbers or such a "float"
     {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
                                    a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
-                                   read; "fresh": true for memory that nobody has written to yet (an output buffer:
+                                   read; "fresh": true for memory that was not written yet (an output buffer:
                                    may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
                                    "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
                                    call touches some blocks: the record holds those, [n, ...], the record of role
@@ -686,7 +686,7 @@ class StateFinding:
     kind: of KINDS_OF_FINDINGS; cache: ``kv`` or ``state``. layer: the first in which it was seen, "" where it is
     true of all of a group; layers: in how many. block: of the scheduler, slot: within the cache where a row is meant.
     request: who reads, by its external id; low, high: its positions there, both included, None where not known.
-    writer: who wrote last, "" for nobody known; written: in which step; wrote_low, wrote_high: which positions.
+    writer: who wrote last, "" for none known; written: in which step; wrote_low, wrote_high: which positions.
     between: what happened to the block since, a sentence each; how: what is known of the bytes or the numbers.
     part: which state of a recurrent layer; first: the first layer of the group, where ``layer`` is "".
     """

@@ -321,7 +321,7 @@ NOISE, NOISE_DRAWS = "noise", "noise_draws"
 equal logits by each of the seeds 1 to 8, with commas between them."""
 SCALED, FILTERED = "left_scaled", "other_filters"
 """Attributes of the tap ``sampler``: ``output.masked_logits`` of random rows are divided by the temperature, and some
-are filtered (V2); names of somebody else's logits processors that change what is drawn, and leave the best the best."""
+are filtered (V2); names of other code's logits processors that change what is drawn, and leave the best the best."""
 GUMBEL, EXPONENTIAL = "gumbel by seed and token", "exponential by torch's generator"
 """Values of NOISE on a CPU; elsewhere the device's type and the name of the sampler's method."""
 

@@ -372,8 +372,9 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """What changed one side's row of logits before sampling. by: in words, empty for nothing; None: nobody wrote it
-    down. grammar: hash of a grammar's bitmask. left: the best logits after it, None where they were not recorded."""
+    """What changed one side's row of logits before sampling. by: in words, empty for nothing; None: it was not
+    recorded. grammar: hash of a grammar's bitmask. left: the best logits after it, None where they were not
+    recorded."""
 
     by: tuple[str, ...] | None = None
     grammar: str | None = None

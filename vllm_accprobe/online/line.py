@@ -118,7 +118,7 @@ def _why(error: Exception) -> str:
 
 
 _KINDS = 200
-"""Chosen: pairs of address and reason that are told apart; beyond them all are one."""
+"""Chosen: pairs of address and reason that are distinguished; beyond them all are one."""
 
 
 class Refusals:

@@ -107,7 +107,7 @@ class StagingRing:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Nothing will be given back in time; nobody waits any more."""
+        """Nothing will be given back in time; nothing waits any more."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()

@@ -192,7 +192,7 @@ class Findings:
         return external_ids(internal)[-1]
 
     def number(self, number: int) -> str:
-        """As the client calls the request of the ledger's ``number``; "" for nobody."""
+        """As the client calls the request of the ledger's ``number``; "" for none."""
         return self.name(self.schedule.names[number]) if 0 <= number < len(self.schedule.names) else ""
 
     def bytes(
@@ -512,7 +512,8 @@ SHARE = 16
 the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""
 _EMPTY = np.empty(0, np.int64)
 Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
-"""(block, rows, slots within it) → whether the block holds what those rows leave there; None where nobody can tell."""
+"""(block, rows, slots within it) → whether the block holds what those rows leave there; None where it cannot be
+determined."""
 
 
 @dataclass
@@ -551,7 +552,8 @@ class ByteChecks:
         self.findings, self.arrivals = findings, arrivals
         self.hashed = self.checked = 0
         self.memory: dict[int, int] = {}
-        """By group of states, how many tokens must be known to tell that one must change; none: nobody can tell."""
+        """By group of states, how many tokens must be known to tell that one must change; none: it cannot be
+        determined."""
         self.unseen: Counter[str] = Counter()
         self.now: list[GroupStep] | None = None
         self.batch: list[ScheduledRequest] = []
@@ -578,7 +580,7 @@ class ByteChecks:
         """``layer`` has written its rows, or its states. again: tries the rows of one block once more, elsewhere.
 
         A write that leaves a block as it was is stale, or the bytes were there already, of an earlier life of the
-        block with the same tokens. Where nobody can tell, it is counted.
+        block with the same tokens. Where it cannot be determined, it is counted.
         """
         now = self.now
         if now is None or self.mode == OWNERS or not len(now[layer.group].writes):

@@ -65,7 +65,7 @@ The same hash means that the same tokens were allowed."""
 
 
 def processor(obj: Any) -> str:
-    """The word for a logits processor of somebody else, which may touch any row."""
+    """The word for a logits processor of other code, which may touch any row."""
     return f"logits processor {type(obj).__name__}"
 
 

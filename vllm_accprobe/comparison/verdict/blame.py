@@ -235,7 +235,8 @@ def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def unproved(c: Origin) -> Origin:
-    """An origin to which a router that nobody saw may have sent other rows: how likely that is, it is not known."""
+    """An origin to which a router that was not captured may have sent other rows: how likely that is, it is not
+    known."""
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 

@@ -289,7 +289,7 @@ class LimitCheck:
 
     def operators(self, unit: MeasuredUnit) -> float:
         """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
-        that nobody saw."""
+        that was not captured."""
         return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
 
     def row_floor(self, parts: Sequence[Part]) -> float:

@@ -1,10 +1,10 @@
-"""The same inputs N times: an operator that races, or returns memory that nobody wrote, gives other numbers.
+"""The same inputs N times: an operator that races, or returns memory that was never written, gives other numbers.
 
 The problem: on an idle machine the allocator gives an operator the same clean memory and its threads run one after
 another, so that a replay that runs it once sees nothing. The idea: before each run memory is filled with a byte that
 changes from run to run (`PATTERNS`), and every other run has threads that take its cores, and on CUDA a busy stream. An
 element whose bytes are that byte in every run was never written; an output that is always the same for one byte and
-another for another one was computed from memory that nobody wrote. What differs otherwise is a matter of timing:
+another for another one was computed from memory that was never written. What differs otherwise is a matter of timing:
 different within the operator's own floor is how sums of atomics come out, and a remark; beyond it, wrong. What differs
 is run again under torch's switch for deterministic algorithms. Where filling does not reach (another C library, a
 kernel's own workspace), nothing is found.

@@ -3,7 +3,7 @@
 The problem: a replay of a large pair takes hours, and a verdict should come in a minute; what is left out cannot be
 acquitted, and what nobody examines cannot be found. The idea: what a call costs follows from its shapes (elements, rows
 times weights, rows times what attention reads) and from how fast this machine is, which is measured in a
-hundredth of a second. So the plan is made beforehand, in stretches of some rows of a step, of mine with the same rows
+hundredth of a second. So the plan is made in advance, in stretches of some rows of a step, of mine with the same rows
 of golden, because both are needed: what the comparison suspects and what lies inside it; modules whose constants
 differ; the pairs that failed, the worst first; then every tap, in stretches that bring in both phases, ends of chunks,
 sizes of batches, late positions and each request; then more. The first three have a share of the time each, so that

@@ -335,7 +335,7 @@ def _explained(
 
 def _values(dump: Any, record: Any) -> np.ndarray | None:
     try:
-        with np.errstate(invalid="ignore"):  # memory that nobody wrote holds any bits
+        with np.errstate(invalid="ignore"):  # memory that was never written holds any bits
             return np.asarray(widen(dump.read(record), record.dtype, as_float=True)).astype(np.float64)
     except (DumpError, OSError):
         return None
