@@ -116,8 +116,8 @@ def weights(found: dict[str, Any], most: int = 3) -> list[str]:
     out = [f"the weights, not the kernel: {_whose(f)}{f['says']}" for f in faults[:most]]
     events = [one["event"] for one in found.get("events", {}).get("mine") or []]
     if found.get("told") and len(events) > 1:
-        alone = f"mine's {found['told']:,} were looked at by themselves after {', '.join(events[:6])}"
-        out.append(f"golden tells nothing of its weights: {alone}" + ("" if faults else ": nothing wrong"))
+        alone = f"mine's {found['told']:,} were checked by themselves after {', '.join(events[:6])}"
+        out.append(f"golden recorded nothing of its weights: {alone}" + ("" if faults else ": nothing wrong"))
     return [*out, f"{len(faults) - most} more findings about weights: compare.json, weights"] if faults[most:] else out
 
 

@@ -603,7 +603,7 @@ class Prover:
         try:
             self._runs.first(changed.name, modules)
         except ConfigError as error:
-            notes.append(f"which module it is was not looked for: {error}")
+            notes.append(f"which module it is was not searched: {error}")
             return None
         if not modules:
             return None

@@ -807,7 +807,7 @@ def _layers(found: StateFinding) -> str:
 def sentence(found: StateFinding) -> str:
     """What a finding says, without "the cache, not the kernel"."""
     reads = f"request '{found.request}'" + _positions(found.low, found.high)
-    last = "nobody is known to have written there"
+    last = "no write there is known"
     if found.writer:
         last = f"written last by request '{found.writer}' in step {found.written}"
         last += _positions(found.wrote_low, found.wrote_high)

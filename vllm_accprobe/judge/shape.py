@@ -390,14 +390,14 @@ def _paddings(rows: GraphRows, mask: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _nobodys(found: Sequence[tuple[int, int]]) -> str:
-    """`` (3 of 8 rows are nobody's)``."""
+    """`` (3 of 8 rows are padding)``."""
     if not found:
         return ""
     if len(found) <= c.FEW_LISTED:
         parts = [f"{p} of {s}" for p, s in found]
     else:
         parts = [f"{min(p for p, _ in found)} to {max(p for p, _ in found)} of up to {max(s for _, s in found)}"]
-    return f" ({_and(parts)} rows are nobody's)"
+    return f" ({_and(parts)} rows are padding)"
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -171,7 +171,7 @@ def context(folder: Path, side: str) -> ssl.SSLContext:
     names = [folder / name for name in (CA, f"{side}.crt", f"{side}.key")]
     missing = [path.name for path in names if not path.is_file()]
     if missing:
-        more = " (msprobe's server.key and server.crt alone hide the line, and prove to nobody who is there)"
+        more = " (msprobe's server.key and server.crt alone encrypt, and do not prove who is there)"
         raise TlsError(f"{folder} has no {', no '.join(missing)}: docs/online.md tells how to make them"
                        f"{more if CA in missing or side == CLIENT else ''}")  # fmt: skip
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == SERVER else ssl.PROTOCOL_TLS_CLIENT)

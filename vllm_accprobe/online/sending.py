@@ -168,7 +168,7 @@ class RankSender:
         if not self.follow or self.tail.ended:
             return True
         if quiet > IDLE_S and self.tail.abandoned():
-            self._say(f"rank {self.rank}: its journal has no end and nobody writes it any more: sent as it is")
+            self._say(f"rank {self.rank}: its journal has no end and is no longer written: sent as it is")
             return True
         return False
 

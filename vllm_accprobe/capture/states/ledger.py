@@ -163,7 +163,7 @@ class GroupLedger:
         elif other >= 0:
             kind, how = OTHER, f"those of block {other}"
         else:
-            kind, how = CHANGED, "nobody's: no write is known that left them"
+            kind, how = CHANGED, "of no request: no write is known that left them"
         self.before[layer, block] = self.now[layer, block]
         self.now[layer, block] = found
         return Mismatch(kind, layer, block, f"the bytes are {how}", other)
@@ -240,7 +240,7 @@ class Findings:
         """``request 'a' (adapter a1)``, for a sentence. context: (adapter, salt)."""
         name = self.number(number)
         adapter = f" (adapter {context[0]})" if context[0] else ""
-        return f"request '{name}'{adapter}" if name else "nobody who is known"
+        return f"request '{name}'{adapter}" if name else "an unknown request"
 
     def _writer(self, ledger: GroupLedger, block: int) -> dict[str, Any]:
         events = tuple(f"{what} in step {step}" for step, what in ledger.events.get(block, ()))
@@ -924,11 +924,11 @@ class BlockLedger:
         if not 0 <= block < len(self.schedule.taker):
             return "which is none of the cache"
         taker = int(self.schedule.taker[block])
-        return f"assigned to request '{self.findings.number(taker)}'" if taker >= 0 else "assigned to nobody"
+        return f"assigned to request '{self.findings.number(taker)}'" if taker >= 0 else "assigned to no request"
 
     def _strange(self, strange: UnexpectedBlock, how: str) -> None:
         if strange.kind == FREED:
-            who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
+            who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "another request"
             how = f"the block was assigned to {who} in step {strange.taken_step} and is read here all the same"
         ledger, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step

@@ -135,7 +135,7 @@ class RunnerAdapter:
         try:
             why = refusal(self.runner)
         except Exception as error:
-            why = f"this runner cannot be looked at ({type(error).__name__}: {error})"
+            why = f"this runner cannot be examined ({type(error).__name__}: {error})"
         if why and not self._refused:
             for observer in reversed(self.observers):
                 say(f"{why}: {observer.without}; serving goes on")

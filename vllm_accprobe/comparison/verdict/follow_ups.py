@@ -219,7 +219,7 @@ class _Case:
         if some and not self.result.origins:
             yield (
                 f"{' and '.join(s.name for s in some)} kept only some modules ({', '.join(some[0].chosen)}): the error "
-                "may come from one that nobody saw",
+                "may come from one that was not captured",
                 self._anew("whole", some),
             )
 

@@ -189,7 +189,7 @@ class Trials:
         self._ran.add(key)
         found = self._known(key, place)
         if found is None:
-            raise BisectError(f"{place} has no complete answers after a run: is somebody else writing there?")
+            raise BisectError(f"{place} has no complete answers after a run: does another process write there?")
         return found
 
     def _serve(self, command: ServeCommand, place: Path) -> None:

@@ -430,6 +430,6 @@ def _notes(golden: Sent, mine: Sent, table: Table, sizes: conditions.Sizes) -> t
     if table.estimated:
         notes.append(
             "mine's steps are not known: batches are estimated from the requests' times, prefix hits are what the "
-            "server told, and chunks are left out (accprobe send --engine writes the steps)"
+            "server reported, and chunks are left out (accprobe send --engine writes the steps)"
         )
     return tuple(notes)

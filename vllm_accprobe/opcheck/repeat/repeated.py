@@ -432,7 +432,7 @@ def _row(
             size = "non-finite" if v.measure == "nonfinite" else size
             message += f"; run {d.furthest_run}: {gap_words(d.gap)}, {size} against {against}"
         if kind == MEMORY:
-            message += "; it follows what memory contained before: it reads what nobody wrote"
+            message += "; it follows what memory contained before: it reads memory that was never written"
         elif v is not None and v.passed:
             message += "; within rounding, as sums in another order are"
         else:
