@@ -214,7 +214,7 @@ class Labels:
         session = self._session
         state = session.state
         if value is None and isinstance(path, (str, os.PathLike)):
-            # Counted in every call: the library numbers its executions, warm-up and steps that nobody wants too.
+            # Counted in every call: the library numbers its executions, warm-up and unselected steps too.
             self._executions[os.fspath(path)] = self._executions.get(os.fspath(path), -1) + 1
         if state is None:
             if self._outside and session.dead is None:
@@ -281,7 +281,7 @@ class Labels:
 
     def collect(self, *, final: bool = False, before: int | None = None) -> None:
         """Copies the files that are there by now. ``final``: of those that are not, the journal says why. ``before``:
-        only of steps in front of this one, whose files nobody writes any more."""
+        only of steps in front of this one, whose files are no longer written."""
         waiting, self._pending = self._pending, []
         deadline = time.monotonic() + _CLOSE_S
         roots = [Path(value) for name in ROOT_ENVS if (value := os.environ.get(name))]

@@ -91,7 +91,7 @@ def taps_effect(run: dict[str, Any]) -> list[str]:
 
 def _parameters(plan: Plan) -> list[str]:
     """One sentence where requests ask the sampler for something else: their tokens may then rightly differ. Grammars
-    and the like are told by the lines of masks."""
+    and the like are in the lines of masks."""
     found = [
         (m, g.sampling, m.sampling)
         for g, m, _ in plan.requests.pairs

@@ -482,7 +482,7 @@ def _pieces(states: Mapping[int, State], layouts: Mapping[tuple[int, str, str], 
 
 
 def _whole(pieces: Iterable[_Piece]) -> np.ndarray | None:
-    """uint32 [rows of the whole], of the first rank that has each; None where a row is nobody's."""
+    """uint32 [rows of the whole], of the first rank that has each; None where no rank has a row."""
     pieces = list(pieces)
     rows = max((p.of for p in pieces), default=0)
     if not rows or any(p.of != rows for p in pieces):

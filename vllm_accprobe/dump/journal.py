@@ -292,9 +292,9 @@ class WeightPrint:
 
     order, bag: the sums with and without order, 16 hex digits. zeros: elements whose bits are all 0; nan: those that
     are not numbers, None where not counted. undone: which packing was taken off before the print was made: ``""`` none,
-    ``unknown`` for an order that nobody here can undo. block: rows of one expert, 0 without experts. parts: (name,
+    ``unknown`` for an order that cannot be undone here. block: rows of one expert, 0 without experts. parts: (name,
     first, end) of the rows of each block that have names of their own. written: (first row, end, times) of what was
-    seen to be written, None where it was not observed. raw: memory that nobody had filled before. rows: 32 bits for
+    seen to be written, None where it was not observed. raw: memory that was not filled before. rows: 32 bits for
     each row, base64 of little-endian; None where there are too many, or they are those of the event before."""
 
     rank: int
@@ -475,7 +475,7 @@ class LineKind:
     sparse: bool = False
 
     def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
-        """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
+        """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which it is not known
         here whether they have a value."""
         keys, values, irregular = self._written
         line: dict[str, Any] = {"event": self.event} if self.event else {}

@@ -259,8 +259,8 @@ def _parse(line: bytes) -> Any:
 
 
 class RankReader:
-    """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of nobody's rows. sites: those
-    of all ranks."""
+    """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of rows of no request. sites:
+    those of all ranks."""
 
     def __init__(self, dump: Dump, rank: int, sites: TensorSites):
         self.dump, self.rank, self.sites = dump, rank, sites
@@ -493,7 +493,7 @@ def open_dump(path: str | Path) -> Dump:
 
 
 def _absent_ranks(dump: Dump) -> str:
-    """A sentence about ranks that the run had and the dump has not; "" where none is missing, or nobody can know."""
+    """A sentence about ranks that the run had and the dump has not; "" where none is missing, or it cannot be known."""
     sizes = [n for start in dump.starts.values() if type(n := start.get("world_size")) is int and 0 < n <= _MAX_RANKS]
     absent = sorted(set(range(max(sizes, default=0))) - set(dump.ranks))
     if not absent:

@@ -69,7 +69,7 @@ PREFILL, DECODE = "prefill", "decode"
 TOKENS, LOGITS = "tokens", "logits"
 """Names of the two row spaces that every step of a language model has. Others: ``vision/<k>``, see RowSpace."""
 PADDING = f"{TOKENS}/padding"
-"""The row space of rows that a captured graph computes behind the tokens' and that are nobody's."""
+"""The row space of rows that a captured graph computes behind the tokens' and that belong to no request."""
 ADAPTER_ROLE = "lora."
 """Begins, behind ``param.``, the role of a LoRA adapter's weight: ``param.lora.<adapter>.lora_a``."""
 ADAPTER_ANEW = "an adapter of this name was loaded again with other weights: the first ones are in the dump"
@@ -310,7 +310,7 @@ FORWARD = "forward"
 """Attribute of modules with parts: role → formula of what the module's own code makes of its inputs and its parts'
 outputs (capture/taps/formulas.py); {} where that was not followed. Also the name of the reference that evaluates it."""
 OWN_REQUEST = "accprobe-asks"
-"""What the gate calls the request by which it asks a server whether it can answer with named tokens: nobody's prompt,
+"""What the gate calls the request by which it asks a server whether it can answer with named tokens: no user's prompt,
 which is neither captured nor compared."""
 MASKS_KNOWN = "masks_known"
 """Attribute of the tap ``sampler`` in captures that say which logits were masked: there, no line means none."""

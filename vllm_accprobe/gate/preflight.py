@@ -164,7 +164,7 @@ def prepared(command: ServeCommand) -> tuple[tuple[str, ...], str]:
 
 
 def _available() -> int:
-    """Bytes of this machine's memory that nobody uses."""
+    """Bytes of this machine's memory that is free."""
     found = re.search(r"^MemAvailable: +(\d+) kB", edits.source(Path("/proc/meminfo")), re.MULTILINE)
     return int(found[1]) << 10 if found else _MOST
 

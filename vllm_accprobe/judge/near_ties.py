@@ -314,7 +314,7 @@ def experts_of(attrs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def unknown_routers(attrs: Mapping[str, Mapping[str, Any]], known: Iterable[str]) -> list[str]:
-    """Modules that hold experts, whose choices nobody can check. attrs: by tap; known: taps whose router's logits or
+    """Modules that hold experts, whose choices cannot be checked. attrs: by tap; known: taps whose router's logits or
     chosen experts both dumps have."""
     seen = list(known)
     return [tap for tap in experts_of(attrs) if not any(in_front_of(k, tap) or k.startswith(tap + ".") for k in seen)]

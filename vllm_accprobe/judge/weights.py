@@ -320,7 +320,7 @@ def _unwritten(
         before, now = first[place].written(), state.written()
         if before is None or not before.any():
             continue
-        if now is None:  # it lies in a form that nobody could look at
+        if now is None:  # it lies in a form that could not be examined
             continue
         if len(now) != len(before):
             now = np.full(len(before), int(now.any()))

@@ -331,7 +331,7 @@ class Receiver:
         """Everything that one line brings."""
         before, arrival.wire = arrival.wire, wire
         if before is not None:
-            before.cut()  # a line that nobody speaks on any more: its sender has made a new one
+            before.cut()  # a connection that is no longer used: its sender has made a new one
         if not arrival.turn.acquire(timeout=_TURN_S):
             wire.refuse(f"rank {rank} is still being written by another line", again=True)
             return

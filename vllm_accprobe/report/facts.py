@@ -175,7 +175,7 @@ def alarms(comparison: Comparison) -> str | None:
 
 def origin_factor(origin: OriginEntry) -> float | None:
     """How many times its own limit an origin's worst row reaches, the one factor that is reported of it; infinite for
-    NaN and for what must be equal, None where nobody measured it."""
+    NaN and for what must be equal, None where it was not measured."""
     created, known = origin.get("created"), origin.get("times")
     if isinstance(created, float) and not math.isfinite(created):
         return math.inf
@@ -185,8 +185,8 @@ def origin_factor(origin: OriginEntry) -> float | None:
 
 
 def origin_size(origin: OriginEntry) -> float | None:
-    """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where nobody
-    measured it."""
+    """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where it was
+    not measured."""
     created, limit, found = origin.get("created"), origin.get("floor"), origin_factor(origin)
     if limit and found is not None and math.isfinite(found):
         return float(limit * found)

@@ -91,7 +91,7 @@ EXACT = Limits(0.0, 0.0, 0.0)
 
 def narrowest(tap: str, cls: str, width: int) -> float:
     """How narrow a row of ``width`` elements may have been inside the module that gave it out: less than it is now in
-    experts, which compute their intermediate inside one kernel, where nobody sees it."""
+    experts, which compute their intermediate inside one kernel, where it is not visible."""
     holds = _EXPERTS.search(cls or tap.rpartition(".")[2])
     return width / EXPERTS_NARROWER if holds else float(width)
 

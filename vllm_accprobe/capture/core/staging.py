@@ -99,7 +99,7 @@ class StagingRing:
         return RingPlace(near, host, skip + size, 0)
 
     def give_back(self, places: Iterable[RingPlace]) -> None:
-        """Nobody reads these any more, the oldest that were taken."""
+        """These are no longer read, the oldest that were taken."""
         with self._changed:
             for place in places:
                 self._used -= place.taken

@@ -441,7 +441,7 @@ class Operators(TorchDispatchMode):
             return _UNLISTED
         if self._chosen is not None and module not in self._chosen:
             return "its module is not selected by VLLM_ACCPROBE_MODULES"
-        # Outside any module nobody may ask for the rows yet: the runner is still preparing them.
+        # Outside any module the rows may not be requested yet: the runner is still preparing them.
         if not self._session.everybodys and (module is None or not self._session.whole_step(state)):
             return "its rows cannot be distinguished, and not all requests are selected"
         return None

@@ -1,12 +1,13 @@
 """The ledger of one engine: which request wrote what into which block of the cache, and whether it is still there.
 
 The problem: a block that was written correctly may be read wrong: overwritten by another request, not written at all,
-replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes after the last
-write, and for each group and block who wrote it, when, which positions, and what happened to it since. Before a read
-the bytes are compared with that number; where they differ, the ledger tells the cases apart. In host memory the number
-is xxh3-64; on a device a sum of 32-bit words with odd weights modulo 2^64, which any one changed word changes. Numbers
-of a device arrive later: everything that touches the ledger is a small function, called at once or queued behind the
-copy it needs. One wrong block is wrong in every layer and step: findings are gathered by kind, block and reader.
+replaced by an older copy, changed without a known write. The idea: for each layer and block one number of its bytes
+after the last write, and for each group and block who wrote it, when, which positions, and what happened to it since.
+Before a read the bytes are compared with that number; where they differ, the ledger tells the cases apart. In host
+memory the number is xxh3-64; on a device a sum of 32-bit words with odd weights modulo 2^64, which any one changed word
+changes. Numbers of a device arrive later: everything that touches the ledger is a small function, called at once or
+queued behind the copy it needs. One wrong block is wrong in every layer and step: findings are gathered by kind, block
+and reader.
 
 Not here: which blocks are read and written (schedule.py), the metadata (checks.py), who calls this (observer.py).
 """
@@ -133,7 +134,7 @@ class GroupLedger:
         return [Mismatch(STALE, layer, int(block), how) for block in blocks[same]]
 
     def read(self, layer: int, blocks: np.ndarray, numbers: np.ndarray) -> list[int]:
-        """Indices of those whose bytes are not what was written. What nobody knew is known from now on."""
+        """Indices of those whose bytes are not what was written. What was unknown is known from now on."""
         known = self.known[layer, blocks]
         if known.all():
             return np.flatnonzero(self.now[layer, blocks] != numbers).tolist()
@@ -277,7 +278,7 @@ class Findings:
 
 
 _MOST_REGIONS = 8
-"""Dense regions of one block: keys and values of a few tensors; more is a layout that nobody has thought of."""
+"""Dense regions of one block: keys and values of a few tensors; more is a layout that is not known here."""
 _SEED = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
 

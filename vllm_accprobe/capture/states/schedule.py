@@ -148,7 +148,7 @@ class Schedule:
         new: Mapping[str, NewRequest],
     ) -> tuple[list[BlockArrival], np.ndarray]:
         """Takes a step's words. Returns what arrived with something in it, and the blocks that were assigned anew,
-        int64, which had other owners. Raises KeyError for a request that nobody has named."""
+        int64, which had other owners. Raises KeyError for a request that was not named."""
         fresh: list[np.ndarray] = []
         arrivals: list[BlockArrival] = []
         copied = {dst for _, dst in moves.copies}

@@ -213,7 +213,7 @@ class RunDifferences:
 
     @property
     def unwritten(self) -> Any:
-        """bool [elements]: what nobody wrote. None of them where memory contained one byte only."""
+        """bool [elements]: what was never written. None of them where memory contained one byte only."""
         return self._unwritten if len(self._by_byte) > 1 else torch.zeros_like(self._unwritten)
 
     @property

@@ -152,7 +152,8 @@ def corrected(modules: Mapping[int, dict[str, Module]], built: BuiltCheck) -> li
 
 
 def _never_called(dump: Any) -> list[str]:
-    """Modules with weights whose forward nobody called: what they are for is computed past them, and is not checked."""
+    """Modules with weights whose forward was not called: what they are for is computed past them, and is not
+    checked."""
     modules = {
         (p.rank, p.tap): p.cls
         for p in getattr(dump, "lives", NO_LIVES).prints
