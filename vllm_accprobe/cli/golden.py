@@ -52,7 +52,7 @@ class GoldenHistoryOptions:
 def pack(what: GoldenPackOptions, file: PackFileOptions) -> None:
     """Write a pack of a dump: some rows in full, random sums (sketches) of others, tokens, hashes.
 
-    Then `accprobe compare FILE mine` compares a dump with it. docs/golden.md says what is in it.
+    `accprobe compare FILE mine` compares a dump with it.
     Exit code 0: done, 2: it cannot be done.
     """
     from vllm_accprobe.golden.pack import MB

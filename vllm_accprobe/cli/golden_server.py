@@ -126,9 +126,9 @@ class CheckOptions:
 def make(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOptions) -> None:
     """Serve a model, send public prompts, and write a golden pack of what they compute.
 
-    The prompts are sent three times: freely, captured along these answers, and captured once more. Equal bytes mean
-    that the pack is reproduced to the bit; otherwise the noise is reported. Options behind -- are vllm serve's.
-    With --float32 --stream nothing is served: the model is computed here, as by `accprobe golden stream`.
+    The prompts are sent three times: freely, captured along these answers, and captured once more to measure the noise.
+    Options behind -- are vllm serve's. With --float32 --stream the model is computed here, as by `accprobe golden
+    stream`.
     Exit code 0: the pack is written, 2: it cannot be.
     """
     from vllm_accprobe.gate import preflight
@@ -188,9 +188,9 @@ def _line(words: Sequence[str]) -> str:
 def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
     """Serve a model with the probe on, send a pack's token ids, and compare with the pack.
 
-    Answers are compared first, then every captured row; what differs is replayed, and the operator that introduced the
-    error is named. Exit code 0: pass, 1: differences beyond the standard, 2: bad usage, or the server or the pack
-    cannot be read, 3: nothing could be compared, or the server makes other token ids of the pack's texts.
+    Names the operator that introduced the error. Exit code 0: pass, 1: differences beyond the standard, 2: bad usage,
+    or the server or the pack cannot be read, 3: nothing could be compared, or the server makes other token ids of the
+    pack's texts.
     """
     from vllm_accprobe.gate.sending.client import OtherIds
     from vllm_accprobe.golden import check as golden

@@ -313,8 +313,8 @@ def check_rate(rate: float | None) -> None:
 
 
 def pairs(texts: Sequence[str], wrong: str, named: bool = True) -> list[tuple[str, str]]:
-    """``NAME=VALUE`` of each. wrong: what is said of one that is none, ``{}`` is its text; named: names are identifiers
-    and values may be empty. Raises CommandError."""
+    """``NAME=VALUE`` of each. wrong: what is reported of one that is none, ``{}`` is its text; named: names are
+    identifiers and values may be empty. Raises CommandError."""
     found = [text.partition("=") for text in texts]
     for text, (name, _, value) in zip(texts, found, strict=True):
         if "=" not in text or not (name.isidentifier() if named else value):

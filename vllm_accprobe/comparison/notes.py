@@ -91,7 +91,7 @@ def taps_effect(run: dict[str, Any]) -> list[str]:
 
 def _parameters(plan: Plan) -> list[str]:
     """One sentence where requests ask the sampler for something else: their tokens may then rightly differ. Grammars
-    and the like are told by the lines of masks."""
+    and the like are in the lines of masks."""
     found = [
         (m, g.sampling, m.sampling)
         for g, m, _ in plan.requests.pairs
@@ -356,7 +356,7 @@ def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> lis
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
-    """The sentence that is said of a comparison without pairs; "" where there is nothing to compare at all. units:
+    """The sentence that is reported of a comparison without pairs; "" where there is nothing to compare at all. units:
     whether any tensor of one side has one of the other, by name."""
     seen = setting.coverage
     captured = units or bool(seen.get("taps_only_golden") or seen.get("taps_only_mine"))

@@ -1,4 +1,4 @@
-"""The tensors of a dump as columns: lines of the journal in, a `Record` out where somebody wants one.
+"""The tensors of a dump as columns: lines of the journal in, a `Record` out where one is needed.
 
 The problem: a dump has up to millions of tensors, and an object for each costs more time and memory than all that is
 done with most of them. The idea: what the tap says of a tensor (names, dtype, shape, layout) is a `TensorSite`, checked
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class LazyTable(Sequence[T]):
-    """``n`` values of a dataclass with slots: columns, and the values where somebody wants one."""
+    """``n`` values of a dataclass with slots: columns, and the values where one is needed."""
 
     def __init__(self, kind: type[T], n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any] = NONE):
         """columns: fields, a value for each; same: the fields that all have alike."""

@@ -7,7 +7,7 @@ option that the source does not name is shown to vLLM's own parser, which takes 
 vLLM takes 92 % of the host's memory for itself and ends where that is not free: `prepared` adds a limit.
 
 What cannot be known is no reason to refuse: another interpreter, a name of a model hub, a line for the shell. Not here:
-the start itself and what is said where it fails (served_run.py), folders of answers (sending/passes.py).
+the start itself and what is reported where it fails (served_run.py), folders of answers (sending/passes.py).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def prepared(command: ServeCommand) -> tuple[tuple[str, ...], str]:
 
 
 def _available() -> int:
-    """Bytes of this machine's memory that nobody uses."""
+    """Bytes of this machine's memory that is free."""
     found = re.search(r"^MemAvailable: +(\d+) kB", edits.source(Path("/proc/meminfo")), re.MULTILINE)
     return int(found[1]) << 10 if found else _MOST
 

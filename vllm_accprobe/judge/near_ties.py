@@ -314,7 +314,7 @@ def experts_of(attrs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def unknown_routers(attrs: Mapping[str, Mapping[str, Any]], known: Iterable[str]) -> list[str]:
-    """Modules that hold experts, whose choices nobody can check. attrs: by tap; known: taps whose router's logits or
+    """Modules that hold experts, whose choices cannot be checked. attrs: by tap; known: taps whose router's logits or
     chosen experts both dumps have."""
     seen = list(known)
     return [tap for tap in experts_of(attrs) if not any(in_front_of(k, tap) or k.startswith(tap + ".") for k in seen)]
@@ -373,8 +373,9 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """What changed one side's row of logits before sampling. by: in words, empty for nothing; None: nobody wrote it
-    down. grammar: hash of a grammar's bitmask. left: the best logits after it, None where they were not recorded."""
+    """What changed one side's row of logits before sampling. by: in words, empty for nothing; None: it was not
+    recorded. grammar: hash of a grammar's bitmask. left: the best logits after it, None where they were not
+    recorded."""
 
     by: tuple[str, ...] | None = None
     grammar: str | None = None

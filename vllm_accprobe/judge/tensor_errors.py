@@ -167,7 +167,7 @@ class TensorErrors:
 
     @property
     def broken_keys(self) -> np.ndarray:
-        """The rows where mine holds NaN or infinity and golden does not; none where nobody looked."""
+        """The rows where mine holds NaN or infinity and golden does not; none where it was not checked."""
         return self.keys[self.broken] if len(self.broken) == len(self.keys) else self.keys[:0]
 
 

@@ -89,7 +89,7 @@ class Reading:
             self.softmax = sums if self.softmax is None else definition.joined_softmax_sums(self.softmax, sums)
 
     def add_columns(self, table: np.ndarray, stretch: read.Stretch) -> None:
-        """The sums by which a fault is told from rounding (kernels/structure.py). table: the stretch's."""
+        """The sums by which a fault is distinguished from rounding (kernels/structure.py). table: the stretch's."""
         rows = np.flatnonzero(table[:, definition.DD])
         if not len(rows) or self._unordered or not stretch.floats:
             return

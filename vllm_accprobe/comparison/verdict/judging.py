@@ -174,8 +174,9 @@ def add_undecided(
     part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float,
     doubted: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (near_ties.py), to
-    ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
+    """Adds rows that a near tie of these logits may have sent elsewhere, where the choice was not captured
+    (near_ties.py), to ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of
+    their rows."""
     if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
         return
     other = np.flatnonzero(~np.isnan(part.margins[:, 0]))
@@ -301,7 +302,7 @@ class LimitCheck:
 
     def operators(self, unit: MeasuredUnit) -> float:
         """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
-        that nobody saw."""
+        that was not captured."""
         return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
 
     def row_floor(self, parts: Sequence[Part]) -> float:
@@ -723,8 +724,8 @@ class _Judge:
                         weak, shared=shared, doubted=unsure)  # fmt: skip
 
     def _routes(self, unit: MeasuredUnit) -> bool:
-        """Whether the unit says which experts rows go to: their numbers; with a pack, where nobody may have seen these,
-        a router's logits, too."""
+        """Whether the unit says which experts rows go to: their numbers; with a pack, where these may not have been
+        captured, a router's logits, too."""
         tap, role, _ = unit.key
         if is_choice(role, unit.cls) or not len(self.unseen.computed):
             return is_choice(role, unit.cls)

@@ -188,7 +188,7 @@ class Search:
         found.verdict = "inconsistent" if flaky else "found" if found.causes else "elsewhere"
 
     def test(self, configuration: Configuration) -> TrialOutcome:
-        """Once; from memory where it was asked for before."""
+        """Once; from memory where it was requested before."""
         known = self.outcomes.setdefault(configuration, [])
         if not known:
             known.append(self._attempt(configuration, 0))
