@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
@@ -21,7 +22,8 @@ class Store:
         return self.data[record.payload.off]
 
 
-def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=None, stats=None):
+def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=None, stats=None, hash=None,
+          role="param.weight"):
     records = []
     for rank, bits in enumerate(pieces):
         off = len(store.data)
@@ -29,7 +31,7 @@ def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=
         layout = layouts[rank] if layouts else REPLICATED
         where = Payload(0, off, bits.nbytes) if payload else None
         records.append(
-            Record(rank, None, "m", "Linear", "param.weight", 0, 0, dtype, bits.shape, None, 0, stats, None, layout,
+            Record(rank, None, "m", "Linear", role, 0, 0, dtype, bits.shape, None, 0, stats, hash, layout,
                    where, sample)
         )  # fmt: skip
     members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
@@ -96,6 +98,28 @@ def test_fingerprints():
     near = Stats(24, 0.0, 3.3, 1.6, 9.01, 0, 0)
     assert run(bare(None, stats=stats), bare(None, stats=near, dtype="bfloat16")).equal is True
     assert run(bare(None, stats=stats), bare(None, stats=Stats(24, 0.0, 3.3, 1.6, 9.9, 0, 0))).equal is False
+
+
+def test_a_golden_in_float32_without_values_against_values_of_16_bits():
+    loaded = widen(round_to_bfloat16(W), "bfloat16").astype(np.float32)
+
+    def golden(values):
+        stats = Stats(24, float(values.min()), float(values.max()), 1.6, 9.0, 0, 0)
+        return lambda s: group(s, [values], payload=False, stats=stats, hash=xxhash.xxh3_128_hexdigest(values))
+
+    def mine(values, **more):
+        stats = Stats(24, *[1.0] * 4, 0, 0)
+        return lambda s: group(s, [round_to_bfloat16(values)], dtype="bfloat16", stats=stats, **more)
+
+    other = loaded.copy()
+    other[3, 1] *= 1.01
+    for sides in ((golden(loaded), mine(loaded)), (mine(loaded), golden(loaded))):
+        found = run(*sides)
+        assert (found.equal, found.by) == (True, "hashes in float32")
+    found = run(golden(loaded), mine(other))
+    assert (found.equal, found.by) == (False, "hashes in float32")
+    assert run(golden(W), mine(W)).by == "statistics"  # rounded for mine
+    assert run(golden(loaded), mine(other, role="param.cos_sin_cache")).by == "statistics"
 
 
 def test_packed_against_plain_is_skipped_with_its_reason():
