@@ -6,11 +6,13 @@ import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
+from vllm_accprobe.capture.taps import params as captured
 from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params, is_computed
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
+from vllm_accprobe.golden.pack import SAMPLE, _rounded_hashes
 from vllm_accprobe.standards.limits import Standard
 
 
@@ -23,7 +25,7 @@ class Store:
 
 
 def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=None, stats=None, hash=None,
-          role="param.weight"):
+          role="param.weight", rounded=None):
     records = []
     for rank, bits in enumerate(pieces):
         off = len(store.data)
@@ -32,7 +34,7 @@ def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=
         where = Payload(0, off, bits.nbytes) if payload else None
         records.append(
             Record(rank, None, "m", "Linear", role, 0, 0, dtype, bits.shape, None, 0, stats, hash, layout,
-                   where, sample)
+                   where, sample, rounded=rounded)
         )  # fmt: skip
     members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
     return Group(tuple(records), (0, None), None, plan_merge(members))
@@ -100,26 +102,29 @@ def test_fingerprints():
     assert run(bare(None, stats=stats), bare(None, stats=Stats(24, 0.0, 3.3, 1.6, 9.9, 0, 0))).equal is False
 
 
-def test_a_golden_in_float32_without_values_against_values_of_16_bits():
-    loaded = widen(round_to_bfloat16(W), "bfloat16").astype(np.float32)
-
-    def golden(values):
-        stats = Stats(24, float(values.min()), float(values.max()), 1.6, 9.0, 0, 0)
-        return lambda s: group(s, [values], payload=False, stats=stats, hash=xxhash.xxh3_128_hexdigest(values))
+def test_a_pack_of_float32_against_16_bits():
+    def golden(values, **more):
+        hashes = " ".join(_rounded_hashes(values))
+        return lambda s: group(s, [values], payload=False, stats=Stats(24, *[1.0] * 4, 0, 0), rounded=hashes, **more)
 
     def mine(values, **more):
-        stats = Stats(24, *[1.0] * 4, 0, 0)
-        return lambda s: group(s, [round_to_bfloat16(values)], dtype="bfloat16", stats=stats, **more)
+        bits = round_to_bfloat16(values)
+        more = {"hash": xxhash.xxh3_128_hexdigest(bits)} | more
+        return lambda s: group(s, [bits], dtype="bfloat16", stats=Stats(24, *[1.0] * 4, 0, 0), **more)
 
-    other = loaded.copy()
+    other = W.copy()
     other[3, 1] *= 1.01
-    for sides in ((golden(loaded), mine(loaded)), (mine(loaded), golden(loaded))):
+    for sides in ((golden(W), mine(W)), (mine(W), golden(W)), (golden(W), mine(W, payload=False))):
         found = run(*sides)
-        assert (found.equal, found.by) == (True, "hashes in float32")
-    found = run(golden(loaded), mine(other))
-    assert (found.equal, found.by) == (False, "hashes in float32")
-    assert run(golden(W), mine(W)).by == "statistics"  # rounded for mine
-    assert run(golden(loaded), mine(other, role="param.cos_sin_cache")).by == "statistics"
+        assert (found.equal, found.by) == (True, "hash in 16 bits")
+    found = run(golden(W), mine(other))
+    assert (found.equal, found.by) == (False, "hash in 16 bits")
+    assert run(golden(W), mine(other, role="param.cos_sin_cache")).by == "statistics"  # each run computes it
+    assert run(golden(W), mine(other, hash="crc32:1")).by == "statistics"
+    wide = np.arange(3 * SAMPLE, dtype=np.float32)
+    assert SAMPLE == captured.SAMPLE
+    sample = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(round_to_bfloat16(wide)[::3]))
+    assert run(golden(wide), mine(wide, hash=None, sample=sample)).equal
 
 
 def test_packed_against_plain_is_skipped_with_its_reason():

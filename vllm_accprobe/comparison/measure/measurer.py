@@ -11,7 +11,6 @@ processes (comparison/distributed.py).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import re
@@ -35,6 +34,7 @@ from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Meeting
 from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.kernels import definition, structure
 from vllm_accprobe.kernels import rows as kernel
@@ -525,12 +525,7 @@ def _compare(part: Part, g: Group, m: Group, golden: read.Loader, mine: read.Loa
     if g.first.dtype != m.first.dtype and not all(floats):
         return _skipped(part, PACKED)
     if not (g.readable and m.readable):
-        equal = None if is_computed(m.first.role) or cuts != (None, None) else (
-            _by_finer_hash(g, m, mine) if m.readable else _by_finer_hash(m, g, golden))  # fmt: skip
-        if equal is None:
-            return _by_sample(part, g, m, standard)
-        part.stats = (0.0 if equal else float("inf"), 0.0)
-        return _decided(part, equal, f"hashes in {(g if m.readable else m).first.dtype}")
+        return _by_sample(part, g, m, standard)
     a, b = golden.load(g, cuts[0]), mine.load(m, cuts[1])
     data = _common(a.data, a.dtype, b.data, b.dtype)
     at = np.arange(len(b.data))
@@ -573,24 +568,12 @@ def _one_number(a: read.RowBlock, b: read.RowBlock) -> bool:
     return True
 
 
-def _by_finer_hash(bare: Group, other: Group, loader: read.Loader) -> bool | None:
-    """Whether ``other``'s values, of 16 bits, have in ``bare``'s finer dtype its hash: a golden in float32 without
-    values. None where that says nothing: the extremes of ``bare`` are no numbers of 16 bits, so that ``other``'s were
-    rounded."""
-    known, dtype, stats = bare.first, other.first.dtype, bare.first.stats
-    if bare.merge is None or bare.merge.kind != ONE or stats is None or known.hash is None or ":" in known.hash:
-        return None
-    if known.dtype not in ("float32", "float64") or dtype not in ("bfloat16", "float16") or not other.readable:
-        return None
-    with contextlib.suppress(ImportError):  # who reads dumps need not have it
-        from xxhash import xxh3_128_hexdigest
-
-        block = loader.load(other)
-        if xxh3_128_hexdigest(np.ascontiguousarray(_rounded(block.data, dtype, known.dtype))) == known.hash:
-            return True
-        ends = np.array([np.nan if x is None or stats.nan or stats.inf else x for x in (stats.min, stats.max)])
-        if (widen(_rounded(ends, "float64", dtype), dtype) == ends).all():
-            return False
+def _same_rounded(x: Record, y: Record) -> bool | None:
+    """Whether the one weight, rounded to the dtype of the other, has its hash; None where no pack says that."""
+    for fine, coarse in ((x, y), (y, x)):
+        known = coarse.hash or coarse.sample
+        if known and ":" not in known and f"{coarse.dtype}:" in (fine.rounded or ""):
+            return f"{coarse.dtype}:{known}" in str(fine.rounded).split()
     return None
 
 
@@ -604,6 +587,10 @@ def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
         equal = all(x.sample == y.sample for x, y in pairs)
         part.stats = (0.0 if equal else float("inf"), 0.0)
         return _decided(part, equal, "hash of a sample")
+    rounded = [_same_rounded(x, y) for x, y in pairs]
+    if None not in rounded and not is_computed(m.first.role):
+        part.stats = (0.0 if all(rounded) else float("inf"), 0.0)
+        return _decided(part, all(rounded), "hash in 16 bits")
     if all(x.stats and y.stats for x, y in pairs):
         errors = [read.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
         part.stats = max(e[0] for e in errors), max(e[1] for e in errors)
