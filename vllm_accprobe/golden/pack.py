@@ -659,7 +659,7 @@ def _rounded_hashes(values: np.ndarray) -> Iterator[str]:
         both = {"bfloat16": round_to_bfloat16(flat.astype(np.float32)), "float16": flat.astype(np.float16)}
         for name, data in both.items():
             for some in (data, data[:: max(1, -(-len(data) // SAMPLE))]):
-                yield f"{name}:{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(some))}"
+                yield f"{name}:{xxhash.xxh3_128_hexdigest(some.tobytes())}"
 
 
 def is_once_a_row(r: Record) -> bool:
