@@ -114,7 +114,7 @@ class TensorErrors:
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
     statistics of independent ones describe. doubted: sorted keys of rows that may differ by earlier rows that were not
-    compared (near_ties.UnseenExperts).
+    compared (near_ties.Routing).
     """
 
     tap: str

@@ -271,12 +271,15 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     if came_in:
         notes.append(f"replay: {_modules(len(came_in))} suspected and right for its own inputs, first {came_in[0]}: "
                      "what differs there came in with the inputs, and is not blamed")  # fmt: skip
-    rest.sort(key=lambda o: o["module"] in right)  # stable: in data-flow order otherwise
+    # Stable: in data-flow order otherwise. A wrong weight is proved, though its operator is right.
+    rest.sort(key=lambda o: o["module"] in right)
+    loaded = [o for o in rest if o.get("evidence") == "values" and str(o["role"]).startswith("param.")]
+    named = sorted([*loaded, *first], key=lambda o: (o.get("tier") == SIBLING_OUTLIER, order.get(o["module"], 1 << 60)))
     verdict = FAIL if first else result.verdict
     kept_notes = [n for n in result.notes if not (first and n == messages.NOBODY)]
     machines = {side: [h.plain() for h in habits] for side, habits in proof.machines.items()}
     decided = replace(
-        result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *kept_notes],
+        result, origins=[*named, *(o for o in rest if o not in loaded)], verdict=verdict, notes=[*notes, *kept_notes],
         machines=machines or result.machines, pairs=with_replayed(result.pairs, first),
     )  # fmt: skip
     return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)
