@@ -119,6 +119,30 @@ class FirstOfBatch(Block):
         return x + self.b(x + self.a(x)[0, ...])[0, ...]
 
 
+class FirstOfOwn(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return self.a(x) + self.table[0, ...]
+
+
+class Perhaps(nn.Linear):
+    def forward(self, x) -> "tuple[torch.Tensor] | torch.Tensor":
+        y = super().forward(x)
+        return (y,) if self.bias is not None else y
+
+
+class FirstOfPerhaps(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Perhaps(D, D, bias=False)
+
+    def forward(self, x):
+        return x + self.a(x)[0]
+
+
 class OneBatch(Block):
     def forward(self, x):
         return self.b(x[None, ...])[0, ...] + self.a(x)
@@ -144,7 +168,7 @@ def rows_of(
 
 
 @pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns, FirstRow,
-                                  FirstOfBatch, OneBatch])  # fmt: skip
+                                  FirstOfBatch, FirstOfOwn, FirstOfPerhaps, OneBatch])  # fmt: skip
 def test_a_right_block_does_not_fail(kind: type[Block], tmp_path: Path) -> None:
     rows = rows_of(kind(), tmp_path / "d")
     assert not [(r.role, r.message) for r in rows if r.status == FAIL]

@@ -292,8 +292,10 @@ class Formula:
         if isinstance(node, ast.Subscript):
             path, k = _place(node)
             yield from (r.shape[0] for r in self._records(path, f"output.{k}") if r.shape)
-        elif isinstance(node, ast.Name) and (x := self._call.maybe(node.id)) is not None and x.dim():
-            yield len(x)
+        elif isinstance(node, ast.Attribute):
+            yield from self._call.param(node.attr).shape[:1]
+        elif isinstance(node, ast.Name) and (x := self._call.maybe(node.id, node.id.removeprefix("_"))) is not None:
+            yield from x.shape[:1]
         else:
             for part in ast.iter_child_nodes(node):
                 yield from self._batches(part)
