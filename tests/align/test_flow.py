@@ -66,6 +66,9 @@ def test_parameters_stand_before_their_module_or_behind_its_neighbour():
         ("model", "PhiMoEForCausalLM", True),
         ("model", "BailingMoeV2ForCausalLM", True),
         ("resampler", "Resampler2_5", True),
+        ("encoder", "Wav2Vec2EncoderStableLayerNorm", True),  # transformers'
+        ("l.norm_attn_norm", "DbrxNormAttentionNorm", True),
+        ("l", "RobertaPreLayerNormLayer", True),
         ("sampler", "Sampler", False),
     ],
 )

@@ -94,9 +94,12 @@ class PlainTensor:
 
 _MIXES = re.compile(r"attention|attn|mamba|ssm|conv|recurrent|retention|rwkv|delta|mixer|lstm|gru", re.I)
 _NOT_MIXED = re.compile(r"norm|linear|embed|rotary|rope", re.I)
-_HOLDS = re.compile(r"(Layer|Block|Model|Encoder|Decoder|Transformer|Predictor|MTP)$|For[A-Z]")
+_HOLDS = re.compile(
+    r"(Layer|Block|Model|Encoder|Decoder|Transformer|Predictor|MTP)(StableLayerNorm)?$|For[A-Z]|NormAttentionNorm$"
+)
 _ONE_KIND = re.compile(
-    r"((?i:linear|norm|embed(ding)?|act(ivation)?|mlp|ffn|feedforward|experts?|dropout)|MoE|SparseMoe)(Layer|Block)$"
+    r"((?i:linear|(?<!prelayer)norm|embed(ding)?|act(ivation)?|mlp|ffn|feedforward|experts?|dropout)|MoE|SparseMoe)"
+    r"(Layer|Block)$"
 )
 """A layer of its own, which holds no others. Not Moe: a family of models has it in all names (BailingMoeBlock)."""
 _ROWWISE = re.compile(
