@@ -129,7 +129,7 @@ class FirstOfOwn(Block):
 
 
 class Perhaps(nn.Linear):
-    def forward(self, x) -> "tuple[torch.Tensor] | torch.Tensor":
+    def forward(self, x) -> tuple[torch.Tensor] | torch.Tensor:
         y = super().forward(x)
         return (y,) if self.bias is not None else y
 
