@@ -18,7 +18,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -309,8 +309,15 @@ class Formula:
         decline_if(tensor.numel() != self._size, "a part whose output has another shape")
         return Expected(tensor.double().reshape(self._shape), unit=kind)
 
+    @cached_property
+    def _inside(self) -> Mapping[tuple[str, str], list[Any]]:
+        found: dict[tuple[str, str], list[Any]] = {}
+        for path, role, r in inside(self._call):
+            found.setdefault((path, role), []).append(r)
+        return found
+
     def _records(self, path: str, role: str) -> list[Any]:
-        return [r for p, found, r in inside(self._call) if (p, found) == (path, role)]
+        return self._inside.get((path, role), [])
 
     def _output(self, path: str, k: int, whole: bool) -> Expected:
         if (path, k, whole) not in self._read:
