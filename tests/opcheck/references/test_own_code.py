@@ -138,8 +138,9 @@ class OneBatch(Block):
 def rows_of(
     block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None,
     *, alone: bool = False, more: Reference | None = None,
-) -> list[CheckResult]:
-    """opcheck's rows of a model that holds ``block``, or of it ``alone``; run: what runs in place of its code; more: a reference besides ours."""
+) -> list[CheckResult]:  # fmt: skip
+    """opcheck's rows of a model that holds ``block``, or of it ``alone``; run: what runs in place of its code; more: a
+    reference besides ours."""
     torch.manual_seed(0)
     model = (block if alone else nn.Sequential(block)).bfloat16().eval()
     function = type(block).forward
