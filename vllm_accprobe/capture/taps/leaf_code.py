@@ -30,7 +30,7 @@ def leaf_code(module: torch.nn.Module) -> list[str]:
     if module._modules or replaced or not any(w in cls.__name__ for w in _READ) or cls.__module__.startswith("torch."):
         return []
     try:
-        return sorted(_words(cls))
+        return sorted(_words(cls))  # type: ignore[arg-type]  # a class can be hashed
     except Exception:  # a model's source may be anything
         return []
 
