@@ -289,12 +289,12 @@ def gated_rms(call: Call) -> Expected:
     x = call.wide("x", "hidden_states", "0")
     eps, weight = float(call.attr(*EPSILONS)), param_if(call, "weight")
     z = call.inputs.get("z", call.inputs.get("gate"))
-    if z is None:
-        return within_float32(Expected(rms_norm(x, weight, eps)), x)
-    if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
-        raise Declined("attribute norm_before_gate was not recorded")
     words = set(call.attrs.get(CODE) or ())
     decline_if(bool(words & {"view", "reshape"}), "its source norms groups of channels")
+    if z is None:
+        return rms_normed(x, weight, eps, call.unit)
+    if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
+        raise Declined("attribute norm_before_gate was not recorded")
     decline_if(bool(words) and "silu" not in words, "its source has another gate than silu")
     gate = torch.nn.functional.silu(z.double())
     if GATE_FIRST in words or not call.attr("norm_before_gate", default=True):
