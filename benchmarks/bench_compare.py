@@ -83,18 +83,28 @@ def summed(rounds: list[tuple[float, float, float]], gb: float) -> dict[str, flo
             "rss_gb": rss}  # fmt: skip
 
 
+WAITS = """
+import os, sys, time
+begin = time.perf_counter()
+child = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
+_, status, usage = os.wait4(child, 0)
+figures = time.perf_counter() - begin, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6
+with open(sys.argv[1], "w") as file:
+    print(*figures, os.waitstatus_to_exitcode(status), file=file)
+"""
+"""Linux counts what a process was before it became its program: the parent of what is measured must be small."""
+
+
 def run(command: list[str], env: dict[str, str]) -> tuple[float, float, float]:
     """(wall s, CPU s, peak memory in GB) of a process; its exit code must be 0 or 1."""
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile() as said:
-        child = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **env})
-        _, status, usage = os.wait4(child.pid, 0)
-        wall = time.perf_counter() - begin
-        child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode not in (0, 1):
+    with tempfile.TemporaryFile() as said, tempfile.NamedTemporaryFile("r") as figures:
+        words = [sys.executable, "-I", "-S", "-c", WAITS, figures.name, *command]
+        subprocess.run(words, stdout=said, stderr=said, env={**os.environ, **env}, check=True)
+        wall, cpu, gb, code = map(float, figures.read().split())
+        if code not in (0, 1):
             said.seek(0)
             raise SystemExit(f"{command[0]} failed: {said.read()[-2000:].decode(errors='replace')}")
-    return wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6
+    return wall, cpu, gb
 
 
 def kernel_speed() -> float:

@@ -1,7 +1,8 @@
 """What an installation weighs, and how long its first commands take: of one checkout, or of an earlier one, too.
 
     git archive COMMIT | tar x -C before
-    python benchmarks/bench_install.py GOLDEN MINE --tree before --tree . [--wait LOAD]
+    python3 -m venv empty    # without torch
+    empty/bin/python benchmarks/bench_install.py GOLDEN MINE --tree before --tree . [--wait LOAD]
 
 The problem: who tries a tool pays its download and its first start, which no test sees. The idea: pip installs each
 tree into a folder of its own, whole and as its capture distribution (scripts/two_wheels.py), without torch; sizes are
@@ -13,6 +14,7 @@ just written them. Not here: speed on large dumps (bench_compare.py).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import resource
 import subprocess
@@ -55,6 +57,8 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, action="append", required=True, help="a checkout; several are compared")
     parser.add_argument("--wait", type=float, default=1e9, help="for a load below this, ten minutes at most")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("torch"):
+        parser.error("this Python has a torch, which compare would import: take one of an empty virtual environment")
     print("| tree | whole, MB | capture, MB | load | --help, s (CPU s) | compare, cold | compare, warm (best of 3) |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -60,7 +61,8 @@ class Bench:
 
     def dump(self, name: str, make: Callable[..., Any], *words: Any, **options: Any) -> Any:
         if name not in self.made:
-            with ProcessPoolExecutor(1) as writer:  # its memory goes with it
+            # Its memory goes with it; a fork would wait for OpenMP's threads, which it lacks.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as writer:
                 self.made[name] = writer.submit(make, self.root / name, *words, **options).result()
             touch(self.root / name)
         return self.made[name]

@@ -138,7 +138,8 @@ def _deepseek(model: str, layers: int, h: int, inner: int, q: int, head: int, sh
     return [
         Place(model, "q_proj", f"{mla}.q_proj", "linear", every, q, q // 4, rows=rows),
         Place(model, "kv_a_proj", f"{mla}.kv_a_proj_with_mqa", "linear", every, 576, 64, rows=rows),
-        Place(model, "kv_a_layernorm", f"{mla}.kv_a_layernorm", "first norm", every, 512, 128, rows=rows),
+        Place(model, "kv_a_layernorm", f"{mla}.kv_a_layernorm", "first norm", every, 512, 128, rows=rows,
+              culprits=(f"{mla}.kv_a_layernorm", f"{_L}.{{}}.self_attn.kv_a_layernorm")),  # one module, two names
         Place(model, "mla_attn", f"{mla}.mla_attn", "latent attention", every, 4 * head, head, rows=rows),
         Place(model, "rotary_emb", f"{mla}.rotary_emb", "rotation", (0,)),
         Place(model, "o_proj", f"{mla}.o_proj", "linear", every, h, h // 4, rows=rows),

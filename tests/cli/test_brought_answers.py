@@ -77,6 +77,15 @@ def document_at(*names: str) -> Callable[[Path, set[int]], None]:
     return write
 
 
+def of_aisbench(wrong: set[int], side: str) -> Lines:
+    """AISBench's predictions, in the order in which they came back."""
+    return [
+        {"data_abbr": "gsm8k", "id": i, "success": True, "uuid": f"{side}{i}", "origin_prompt": f"q {i}",
+         "prediction": text(i, wrong), "gold": str(i)}
+        for i in sorted(range(N), key=lambda i: i * (7 if side == "mine" else 11) % N)
+    ]  # fmt: skip
+
+
 def unfinished(wrong: set[int], side: str) -> Lines:
     return [{"idx": int(i), **item} for i, item in asked(wrong, side).items()]
 
@@ -108,6 +117,7 @@ BROUGHT: dict[str, tuple[Callable[[Path, set[int]], None], int, str, tuple[str, 
         document_at(*(f"predictions/m/gsm8k_{k}.json" for k in range(12))), 3, TEXTS, ("gsm8k 110: equal up to",)
     ),
     "opencompass unfinished": (lines_at("predictions/m/tmp_gsm8k.jsonl", unfinished), 3, TEXTS, ("gsm8k 5: equal",)),
+    "aisbench": (lines_at("predictions/m/gsm8k.jsonl", of_aisbench), 3, TEXTS, ("gsm8k 5: equal up to character 0",)),
     "opencompass without details": (without_details, 3, TEXTS, ("1 files without details of each question",)),
     "opencompass results": (
         lambda home, wrong: void(write_opencompass(home, "gsm8k", [i not in wrong for i in range(N)])), 0, TESTED,
@@ -174,3 +184,8 @@ def test_empty_answers_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
         write_samples(tmp_path / side / "predictions/m/law.jsonl", lines)
     assert main(["eval-diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 3
     assert "empty answers: golden 0, mine 4" in capsys.readouterr().out
+    failed = [{"data_abbr": "law", "id": i, "input": "q", "error_info": "500"} for i in range(7)]
+    write_samples(tmp_path / "c/predictions/m/law.jsonl", of_aisbench(set(), "c"))
+    write_samples(tmp_path / "c/predictions/m/law_failed.jsonl", failed)
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    assert "7 answers without a text" in capsys.readouterr().out

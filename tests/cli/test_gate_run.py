@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,19 @@ def test_a_killed_server_is_one_line_and_the_same_command_goes_on(served: Path, 
     assert [starts(side) for side in ("golden", "mine")] == [1, 2]
     notes = json.loads(Path("out/gate.json").read_text())["notes"]
     assert any("mine's passes were gone on with 1 times" in note for note in notes)
+
+
+def test_a_full_disk_names_the_file_and_the_same_command_goes_on(served: Path, capsys: Any) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+    try:
+        code, out, err = gate_out(capsys, "vllm serve M", "vllm serve M --fault=0.1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "accprobe: out/golden/pass-0.jsonl: the file would be larger than files may be (" in err
+    assert 0 < len(replies.answered(Path("out/golden/pass-0.jsonl"))) < 10
+    assert gate_out(capsys, "vllm serve M", "vllm serve M --fault=0.1")[0] == 1
 
 
 def test_a_floor_in_a_dtype_that_the_server_refuses(served: Path, capsys: Any) -> None:

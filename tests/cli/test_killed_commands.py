@@ -31,6 +31,8 @@ COMMANDS = {
     "run": "run -- sleep 600",
     "run-shell": "run -- 'sleep 600 & sleep 601'",
     "errcheck": "errcheck -- sleep 600",
+    "golden-make": "golden make MODEL --out x.golden",
+    "send": "send p.txt --engine 'vllm serve MODEL' --out NEW",
 }
 
 
@@ -93,11 +95,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "slow").mkdir()
     for name in ("torch", "vllm"):
         (root / "slow" / f"{name}.py").write_text(SLOW)
+    (root / "bin").mkdir()
+    (root / "bin/vllm").write_text("#!/bin/sh\nexec sleep 600\n")
+    (root / "bin/vllm").chmod(0o755)
+    (root / "MODEL").mkdir()
+    (root / "MODEL/config.json").write_text("{}")
+    (root / "p.txt").write_text("a prompt\n")
     return root
 
 
 KILLED = [(name, signal.SIGKILL) for name in COMMANDS]
-KILLED += [(name, number) for name in ("compare", "opcheck", "run-shell") for number in (signal.SIGTERM, signal.SIGHUP)]
+ENDED = ("compare", "opcheck", "run-shell", "golden-make")
+KILLED += [(name, number) for name in ENDED for number in (signal.SIGTERM, signal.SIGHUP)]
 
 
 @pytest.mark.parametrize(("name", "number"), KILLED)
@@ -105,9 +114,12 @@ def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, req
     command = COMMANDS[name]
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))
     mark = f"{request.node.name}-{os.getpid()}"
-    children = 2 if command.startswith("opcheck") or "&" in command else 1
+    children = 2 if command.startswith(("opcheck", "golden")) or "&" in command else 1
     words = [ACCPROBE, *shlex.split(command.replace("NEW", f"new-{number}"))]
-    assert left_behind(words, mark, {"PYTHONPATH": path}, number, place, children) == []
+    before = {*place.glob("accprobe-golden-*")}
+    env = {"PYTHONPATH": path, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
+    assert left_behind(words, mark, env, number, place, children) == []
+    assert number == signal.SIGKILL or {*place.glob("accprobe-golden-*")} == before  # up to 20 GB
 
 
 @pytest.mark.parametrize("code", [HOLDING, FREE], ids=["the lock held", "the lock free"])

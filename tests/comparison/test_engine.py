@@ -102,7 +102,7 @@ def test_the_plan_reads_no_tensor_but_the_sampled_tokens(golden, faulty):
     golden.reads = faulty.reads = 0
     lines = make_plan(golden, faulty).lines()
     assert "requests: 3 paired by id and prompt" in lines
-    assert "names: 40 taps paired by exact" in lines
+    assert "names: 40 taps paired by name" in lines
     assert golden.reads == sum(r.role == "output.token" for r in golden.records)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_accprobe.comparison.coverage import UNKNOWN, finished
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.pair import COLUMNS, Counts, Pair, count_pairs, counted
 from vllm_accprobe.comparison.plan.unit import family
-from vllm_accprobe.judge.near_ties import ROWS_AFTER, Rerouted, UnseenExperts
+from vllm_accprobe.judge.near_ties import ROWS_AFTER, Routing
 from vllm_accprobe.report.html import page
 from vllm_accprobe.spill_buffer import SpillBuffer
 
@@ -81,8 +82,8 @@ def test_families():
 
 def test_what_judging_adds():
     measured = {"rows_compared": 7, "skipped": {"why": 1}}
-    assert finished(measured, Rerouted(), UnseenExperts()) == measured
-    found = finished(measured, Rerouted(unknown=2, _seen={5, 6, 7}), UnseenExperts())
+    assert finished(measured, Routing()) == measured
+    found = finished(measured, Routing(unknown=2, left=defaultdict(set, {ROWS_AFTER: {5, 6, 7}})))
     assert found == {"rows_compared": 7, "skipped": {"why": 1, ROWS_AFTER: 3, UNKNOWN: 2}}
     assert measured["skipped"] == {"why": 1}
 

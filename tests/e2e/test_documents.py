@@ -61,8 +61,6 @@ NOT_RUN = {
     "bash scripts/faults.sh --only 'one-*'": "minutes",
     "bash scripts/faults.sh --keep /tmp/lab": "an hour",
     "bash scripts/faults.sh --judge-only /tmp/lab": "needs the line above",
-    "bash scripts/faults.sh --judge-only /tmp/lab --half tuned --group 'kind/*' --jobs 2": "needs the line above",
-    "bash scripts/faults.sh --judge-only /tmp/lab --no-replay": "needs the line above",
     "bash scripts/faults.sh --capture-only --keep /tmp/lab/native --models /tmp/lab/models": "an hour",
     "ACCPROBE_TEST_KERNELS=avx2 bash scripts/faults.sh --capture-only --keep /tmp/lab/avx2 --models /tmp/lab/models": (
         "an hour"
@@ -71,8 +69,6 @@ NOT_RUN = {
     "bash scripts/faults.sh --only NAME --keep /tmp/lab": "NAME is to be filled in",
     "python -m lab.large --list --half tuned": "test_large_lab.py runs the command",
     "python -m lab.large --keep DIR --delete --replay": "hours",
-    "python -m lab.large --keep DIR --only 'issue,clean' --kernels native --capture-only": "minutes",
-    "python -m lab.large --judge-only DIR --replay --resume": "needs the lines above",
     "python -m lab.field_cases 03 05 11 12 19": "minutes, and the cases lie outside of the tree",
     "(cd accprobe-gentest && pytest --device cuda --detail-csv gpu.csv)": "no CUDA device here",
     "(cd accprobe-gentest && pytest --device npu --load torch_npu --detail-csv npu.csv)": "no NPU here",

@@ -91,6 +91,7 @@ FAULTS = {
     (*GATE, "vllm serve ./none", "--out", "o"): "mine: ./none does not exist: write the path",
     (*GATE, "HF_HUB_OFFLINE=1 vllm serve org/none", "--out", "o"):
         "mine: org/none is not a folder on this machine, HF_HUB_OFFLINE=1",
+    (*GATE, "vllm serve ./p.txt", "--out", "o"): "mine: ./p.txt is a file: write the path of the model's folder",
     (*GATE, "vllm serve ./empty", "--out", "o"): "mine: ./empty has no config.json",
     (*GATE, "vllm serve ./other", "--out", "o"): "are two models (hidden_size 64 and 128)",
     (*GATE, "vllm serve ./m --no-such=1", "--out", "o"): "error: unrecognized arguments: --no-such=1; this release",
@@ -135,9 +136,13 @@ def test_a_fault_is_found_before_a_start(words, here, ports, capsys, monkeypatch
     assert not (here / "started").exists()
 
 
-def test_a_start_is_seen(here: Path, capsys: Any) -> None:
-    """Else the table above could not fail: a command without a fault is started, with its limit on a CPU."""
-    assert main(["send", "p.txt", "--engine", "vllm serve ./m", "--out", "o"]) == 2
+@pytest.mark.parametrize("model", ["m", "blob", "m.gguf"])
+def test_a_start_is_seen(model: str, here: Path, capsys: Any) -> None:
+    """Else the table above could not fail: a command without a fault is started, with its limit on a CPU. blob: GGUF
+    under a hash, as the hub's cache names files."""
+    if model != "m":
+        Path(model).write_bytes(b"GGUF\3\0\0\0")
+    assert main(["send", "p.txt", "--engine", f"vllm serve ./{model}", "--out", "o"]) == 2
     said = capsys.readouterr().err
     assert "ended with exit code 3 before it served" in said
     assert "would take 92 % of the memory: added --kv-cache-memory-bytes=" in said

@@ -558,6 +558,9 @@ def test_memory_and_disk_are_checked_before(
     with pytest.raises(CommandError, match=message):
         streamed(qwen2, PROMPTS, tmp_path / "out", progress=quiet)
     assert not (tmp_path / "out").exists()
+    pack = ["golden", "make", "--float32", "--stream", str(qwen2), "--out", str(tmp_path / "x.golden")]
+    assert main(pack) == 2
+    assert not list(tmp_path.iterdir())  # nothing of the folder that it would have worked in
 
 
 def test_the_command(qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

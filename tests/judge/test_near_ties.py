@@ -14,6 +14,7 @@ from vllm_accprobe.judge.near_ties import (
     NEAR_TIE,
     PROCESSED,
     RANDOM,
+    ROWS_AFTER,
     SAMPLED,
     UNKNOWN,
     UPSTREAM,
@@ -22,8 +23,7 @@ from vllm_accprobe.judge.near_ties import (
     Chooser,
     Masking,
     RequestedRow,
-    Rerouted,
-    UnseenExperts,
+    Routing,
     behind,
     choices_first,
     in_front_of,
@@ -70,7 +70,7 @@ def test_an_exact_tie_on_one_side_leaves_the_choice_open() -> None:
 def test_only_rows_whose_logits_are_near_are_left_out() -> None:
     keys, found = np.arange(6), undecided(GOLDEN, MINE, 2)
     near = np.array([False, True, True, False, False, True])
-    left = Rerouted().undecided(keys, found, 2.0**-8, near)
+    left = Routing().undecided(keys, found, 2.0**-8, near)
     assert left.tolist() == [True, True, False, False, False, False]  # the first lies within rounding itself
 
 
@@ -175,13 +175,13 @@ def test_a_choice_is_a_near_tie_only_if_what_the_router_read_differs_within_its_
     err = np.array([0.01, 0.5, 0.0, 0.02])  # within the limit, beyond it, equal to the bit, within
     router = TensorErrors("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, err, allowed=0.03)
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
-    rerouted = Rerouted()
+    rerouted = Routing()
     ties = rerouted.near_ties(rows, unit, [router])
     assert ties.tolist() == [True, False, False, True]
     rerouted.add(rows[[3]])
     later = np.array([make_key(0, 2), make_key(0, 3), make_key(0, 9), make_key(1, 9)])
     assert rerouted.after(later).tolist() == [False, True, True, False]
-    assert rerouted.rows == 2
+    assert len(rerouted.left[ROWS_AFTER]) == 2
 
 
 LOGITS = np.array([[3.0, 2.0, 1.99, 0.0]] * 6)
@@ -216,7 +216,7 @@ def test_only_a_near_tie_that_margins_show_is_excused():
     near[4] = 0.5  # these logits are beyond their limit: an operator before is wrong
     router = TensorErrors("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, near, allowed=0.03)
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
-    rerouted = Rerouted()
+    rerouted = Routing()
     excused, wrong = rerouted.judge(rows, margins(*TOOK, LOGITS, MOVED), 2.0**-8, unit, [router])
     assert excused.tolist() == [True, False, False, True, False, False]
     assert wrong.tolist() == [False, False, True, False, False, False]
@@ -228,7 +228,7 @@ def test_only_a_near_tie_that_margins_show_is_excused():
         "2 rows went to other experts, which counts as an error: without the router's logits in both dumps nothing "
         "shows a near tie; capture the router (gate), too",
     ]
-    excused, wrong = Rerouted().judge(rows, None, 2.0**-8, unit, [router])
+    excused, wrong = Routing().judge(rows, None, 2.0**-8, unit, [router])
     assert not excused.any()
     assert not wrong.any()
 
@@ -252,16 +252,16 @@ def test_equal_logits_may_be_taken_in_any_order():
 )  # fmt: skip
 def test_rows_that_read_earlier_ones_whose_experts_nobody_saw(routed, after):
     keys = np.array([make_key(0, p) for p in range(6)] + [make_key(1, p) for p in (3, 4, 5)])
-    unseen = UnseenExperts(keys)
-    unseen.add(np.array([make_key(*at) for at in routed], np.int64))
-    assert unseen.first == after
+    unseen = Routing(computed=keys)
+    unseen.compared(np.array([make_key(*at) for at in routed], np.int64))
+    assert unseen.lost == after
     assert not unseen.behind(keys).any()  # nothing has read them yet
     unseen.mixed()
     others = np.append(keys, make_key(7, 9))
     expected = [p > after.get(who, 99) for who, p in [*((0, p) for p in range(6)), (1, 3), (1, 4), (1, 5), (7, 9)]]
     assert unseen.behind(others).tolist() == expected
-    unseen.add(keys)
-    assert unseen.first == after
+    unseen.compared(keys)
+    assert unseen.lost == after
 
 
 def test_which_logits_belong_to_which_choice():

@@ -175,11 +175,11 @@ def steps(wrong: Any, *, mixing: bool = False, real: list[int] = REAL) -> Condit
         (lambda size, padding, *_: size == 0, "only in steps that ran without a graph"),
         (
             lambda size, padding, *_: padding > 0,
-            "only in steps with padding (1 of 4, 1 of 8, 2 of 8 and 3 of 8 rows are nobody's)",
+            "only in steps with padding (1 of 4, 1 of 8, 2 of 8 and 3 of 8 rows are padding)",
         ),
         (
             lambda size, padding, *_: size == 8 and padding > 0,
-            "only in steps replayed at size 8 with padding (1 of 8, 2 of 8 and 3 of 8 rows are nobody's)",
+            "only in steps replayed at size 8 with padding (1 of 8, 2 of 8 and 3 of 8 rows are padding)",
         ),
         (lambda *_: True, "in replayed steps and in those that ran without a graph alike"),
     ],
@@ -259,10 +259,10 @@ def test_pieces_that_nobody_told(graphs: dict[str, Any]) -> None:
 
 
 def test_the_whole_sentence() -> None:
-    condition = Condition("padding", "only in steps with padding (1 of 4 rows are nobody's)", (), ((1, 4),))
+    condition = Condition("padding", "only in steps with padding (1 of 4 rows are padding)", (), ((1, 4),))
     told = entry(condition, piece_of("b.o", GRAPHS), "rows of padding hold NaN or infinity at a.attn")
     assert told == {
-        "sentence": "only in steps with padding (1 of 4 rows are nobody's) (piece 2: b.o); rows of padding hold NaN or "
+        "sentence": "only in steps with padding (1 of 4 rows are padding) (piece 2: b.o); rows of padding hold NaN or "
         "infinity at a.attn",
         "condition": "padding", "sizes": [], "padding": [[1, 4]], "piece": 2, "taps": ["b.o"],
         "in_padding": "rows of padding hold NaN or infinity at a.attn",

@@ -32,7 +32,7 @@ def test_mines_own_life_is_told_beside_a_golden_that_says_nothing_of_its_weights
     assert [e["event"] for e in found["events"]["mine"]] == ["loading", "reload 1"]
     assert messages.weights(found)[0].startswith("the weights, not the kernel: l.0.weight")
     assert (
-        "golden tells nothing of its weights: mine's 2 were looked at by themselves after loading, reload 1"
+        "golden recorded nothing of its weights: mine's 2 were checked by themselves after loading, reload 1"
         in (messages.weights(found)[-1])
     )
     clean = weights_between(Lives(), lives([made(0, OLD), made(1, OLD + 1)], "reload"))

@@ -128,7 +128,7 @@ class Cut:
         """Wait until ``more`` bytes went through; the line then stops."""
         self.until, end = self.bytes + more, time.monotonic() + 120
         while self.bytes < self.until:
-            assert time.monotonic() < end, f"{self.until - self.bytes:,} of {more:,} bytes are missing after two minutes"
+            assert time.monotonic() < end, f"{self.until - self.bytes:,} of {more:,} bytes are missing"
             time.sleep(0.01)
 
     def cut(self) -> None:

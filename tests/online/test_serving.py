@@ -2,7 +2,6 @@
 
 import math
 import signal
-import time
 from pathlib import Path
 
 import pytest

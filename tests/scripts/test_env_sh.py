@@ -13,6 +13,7 @@ FAKE = """#!/bin/bash
 echo "$@" >>"$CALLS"
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
 if [ "$1 $2" = "-m pip" ] && [ -n "$PIP_FAILS" ]; then echo "no network"; exit 1; fi
+if [ "$2" = "import torch" ] && [ -n "$OF_CUDA" ]; then exit 1; fi
 case "$*" in *purelib*) mkdir -p "$SITE"; echo "$SITE" ;; esac
 """
 
@@ -85,3 +86,13 @@ def test_an_interrupted_install_goes_on(there: bool, tmp_path: Path, tools: Path
     done = source(venv, tools)
     assert "is ready" in done.stdout
     assert "pip" not in ((tools / "calls").read_text() if (tools / "calls").exists() else "")
+
+
+@pytest.mark.parametrize("cuda", ["", "1"])
+def test_a_torch_that_is_built_for_cuda_gets_its_libraries(cuda: str, tmp_path: Path, tools: Path) -> None:
+    """PyPI's, where PyTorch's own index cannot be reached: `--no-deps` left them out, and no import worked."""
+    done = source(tmp_path / "new", tools, OF_CUDA=cuda)
+    assert done.returncode == 0, done.stderr
+    calls = (tools / "calls").read_text()
+    assert "--index-url https://download.pytorch.org/whl/cpu torch==" in calls
+    assert ("-m pip install torch==2.13.0\n" in calls) == bool(cuda)

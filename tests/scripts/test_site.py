@@ -63,3 +63,21 @@ def test_a_wrong_address_is_one_line(repository: str, tag: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2
     assert "is needed" in done.stderr
+
+
+OF_OTHER_KINDS = {"AWQ", "GPTQ", "MTP", "n-gram drafts"}
+"""Captured with the architectures, and none."""
+
+
+def test_the_architectures_of_readme_are_those_that_the_page_names() -> None:
+    text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Architectures")[2].partition("\n## ")[0]
+    names: dict[str, bool] = {}
+    for cells, result in re.findall(r"^\| (.+) \| (.*no alarm) \|$", section, re.MULTILINE):
+        for name in re.split(r"[,;]| and ", re.sub(r"\(.*?\)", "", cells.rpartition(": ")[2])):
+            name = re.split(r" with | that | by ", name.strip())[0]
+            names[name] = names.get(name, False) or "alone" not in result
+    names = {name: compared for name, compared in names.items() if name not in OF_OTHER_KINDS}
+    for page in ("README.md", "README.zh.md"):
+        row = next(line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "scripts/zoo.py" in line)
+        assert re.findall(r"\d+", row.split("|")[3]) == [str(len(names)), str(sum(names.values()))], page

@@ -381,8 +381,8 @@ class DataFlow(Generic[P]):
         return sources
 
     def _given(self, tap: str, sink: P) -> list[P]:
-        """What ``tap`` gave out before ``sink``; where nobody saw any of that (a compiled module is in the tree by its
-        parameters alone), its parameters and what its children gave."""
+        """What ``tap`` gave out before ``sink``; where none of that was captured (a compiled module is in the tree by
+        its parameters alone), its parameters and what its children gave."""
         mine = self.by_tap[tap]
         if mine[OUTPUT]:
             return [t for t in mine[OUTPUT] if t.order < sink.order]

@@ -239,6 +239,7 @@ def derive(
         "stats": stats,
         "hash": None,
         "sample": None,
+        "rounded": None,
         "payload": Payload(COMPUTED, 0, nbytes) if stored else None,
     }
     return Derived(**fields, parts=tuple(parts), join=join, dim=axis, transpose=transpose, label=label, rule=rule)

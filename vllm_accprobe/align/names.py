@@ -57,7 +57,7 @@ class NamePlan:
 
     def lines(self) -> list[str]:
         rules = Counter(p.rule for p in self.pairs)
-        lines = [f"names: {n} taps paired by {rule}" for rule, n in rules.items()]
+        lines = [f"names: {n} taps paired by {'name' if rule == EXACT else rule}" for rule, n in rules.items()]
         lines += [
             f"names: {p.golden.tap} is {p.mine.tap} by {p.rule}"
             for p in self.pairs

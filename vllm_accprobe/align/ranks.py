@@ -2,7 +2,7 @@
 
 The problem: TP=4 and TP=1 hold one tensor in different pieces, some ranks hold copies, and a merged projection is cut
 block by block. The idea: a `MergePlan`, made from layouts and shapes alone, says which members are used and how their
-blocks follow one another; copies are listed, so that a difference between them is seen. Where nobody recorded how a
+blocks follow one another; copies are listed, so that a difference between them is seen. Where it was not recorded how a
 merged projection is cut, its name tells: gate_up is two equal blocks; qkv has as many columns of q as the output
 projection takes in, the rest half k and half v. Where the numbers do not come out, nothing is guessed. Not here: which
 records belong together (comparison/plan/units.py), reading (dump/reader.py).
@@ -136,7 +136,7 @@ def _unknown(members: Sequence[RankPiece], order: Sequence[int], other: tuple[in
 
 
 def _repeated(members: Sequence[RankPiece], other: tuple[int, ...] | None) -> Sequence[RankPiece]:
-    """Heads may be fewer than ranks, and then neighbouring ranks hold the same; where nobody wrote that down (another
+    """Heads may be fewer than ranks, and then neighbouring ranks hold the same; where it was not recorded (another
     tool's dump, without hashes), the other side's size tells."""
     first = members[0]
     layout, shape = first.layout, first.shape

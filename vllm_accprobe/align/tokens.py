@@ -147,7 +147,8 @@ _NO_FLAGS = np.zeros(0, bool)
 
 @dataclass(frozen=True, eq=False)
 class RowSet:
-    """keys: int64 [n], in the tensor's order. decode: bool [n], whether a row was decoded; [0] where nobody asks."""
+    """keys: int64 [n], in the tensor's order. decode: bool [n], whether a row was decoded; [0] where it is not
+    needed."""
 
     keys: np.ndarray
     decode: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
@@ -638,7 +639,7 @@ def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> Numbe
         else:
             who = subjects.text.get(identity(request), -1)
         if who < 0 or s.pos < 0 or s.pos + s.n > POSITION_MASK:
-            keys.append(np.full(s.n, -1, np.int64))  # a row of nobody: never compared
+            keys.append(np.full(s.n, -1, np.int64))  # a row of no request: never compared
         else:
             keys.append((who << POSITION_BITS) + np.arange(s.pos, s.pos + s.n, dtype=np.int64))
         first = starts[-1][-1] if starts and previous == (s.req, s.pos) and s.n and len(starts[-1]) else at

@@ -1,7 +1,7 @@
 """``set_label`` and ``gen_id``: from a label in a model's source to a record in the dump.
 
 The problem: labels stay in a model's source, also in production and in code that torch.compile compiles; a label comes
-with a tensor of unknown rows, or with the path of a file that somebody else writes later; and a plain script attaches
+with a tensor of unknown rows, or with the path of a file that another program writes later; and a plain script attaches
 nothing to its model. The idea: while nothing captures, a call reads one global number, which torch.compile guards.
 Whatever captures binds its taker. Inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` in
 role ``pta`` or ``acl``; a path becomes a ``label`` line at once, and the file is copied into the dump when its task or
@@ -112,7 +112,7 @@ def bind(taker: Taker, traced: Traced | None = None) -> None:
 
 
 def others(taker: Taker) -> bool:
-    """Whether labels go to somebody else too."""
+    """Whether labels go to another receiver too."""
     return any(one is not taker for one, _ in _takers)
 
 
@@ -214,7 +214,7 @@ class Labels:
         session = self._session
         state = session.state
         if value is None and isinstance(path, (str, os.PathLike)):
-            # Counted in every call: the library numbers its executions, warm-up and steps that nobody wants too.
+            # Counted in every call: the library numbers its executions, warm-up and unselected steps too.
             self._executions[os.fspath(path)] = self._executions.get(os.fspath(path), -1) + 1
         if state is None:
             if self._outside and session.dead is None:
@@ -281,7 +281,7 @@ class Labels:
 
     def collect(self, *, final: bool = False, before: int | None = None) -> None:
         """Copies the files that are there by now. ``final``: of those that are not, the journal says why. ``before``:
-        only of steps in front of this one, whose files nobody writes any more."""
+        only of steps in front of this one, whose files are no longer written."""
         waiting, self._pending = self._pending, []
         deadline = time.monotonic() + _CLOSE_S
         roots = [Path(value) for name in ROOT_ENVS if (value := os.environ.get(name))]

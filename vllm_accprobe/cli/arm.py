@@ -25,9 +25,8 @@ class ArmOptions:
 def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
     """Switch a running server's capture on for these requests, or off.
 
-    Writes DUMP/arm.json, which the server reads before each step; an option that is left out is as the server was
-    started. Modules are of those that it taps.
-    Start it with VLLM_ACCPROBE=1, and with VLLM_ACCPROBE_ARMED=0 where it is to begin disarmed.
+    Writes DUMP/arm.json, which the server reads before each step. Options that are left out are as the server was
+    started: with VLLM_ACCPROBE=1, and VLLM_ACCPROBE_ARMED=0 to begin disarmed.
     Exit code 0: written, 2: not a place that a server captures into.
     """
     from vllm_accprobe import arm_file

@@ -51,10 +51,10 @@ class BisectOptions:
 def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     """Find the smallest set of settings that makes a server's numbers wrong.
 
-    Each run is CMD with some settings made plain (no prefix caching, no chunks, native operators ...), served, sent the
-    same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
-    and the same command continues an interrupted bisection. Exit code 0: nothing differs, 1: it differs, 2: bad
-    usage, or a server was lost, 3: nothing could be tried."""
+    Each run serves CMD with some settings made plain (no prefix caching, no chunks, native operators ...), sends the
+    same prompts and compares with golden. The same command continues an interrupted bisection. Exit code 0: nothing
+    differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
+    """
     from vllm_accprobe import __version__
     from vllm_accprobe.gate.bisect import edits, trials
     from vllm_accprobe.gate.bisect.search import expected

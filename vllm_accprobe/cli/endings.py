@@ -12,6 +12,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,25 @@ def interrupted(words: Sequence[str]) -> str:
     more = () if left.more and left.more[0] in own else left.more
     where = "" if left.place is None else f" in {left.place}"
     return f"interrupted; {left.what} kept{where}; go on: {shlex.join(['accprobe', *own, *more, *theirs])}"
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """While it lasts, SIGTERM and SIGHUP (a closed terminal) unwind the stack, so that what is temporary is removed.
+    Exit code 143 or 129, as without it."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 _MOMENT_S = 0.05

@@ -1,8 +1,8 @@
 """``accprobe eval-diff A B``: two runs of an evaluation, or a trainer's log-probabilities and a server's.
 
-Of an evaluation (lm-evaluation-harness, evalscope, OpenCompass): for each metric whether the difference is more than
-chance, and which questions flipped. Of a trainer's jsonl, with tokens and log-probabilities: what a server says of the
-same tokens. Which it is, the files say. Not here: the tests (gate/evaluations, gate/trainer).
+Of an evaluation (lm-evaluation-harness, evalscope, OpenCompass, AISBench): for each metric whether the difference is
+more than chance, and which questions flipped. Of a trainer's jsonl, with tokens and log-probabilities: what a server
+says of the same tokens. Which it is, the files say. Not here: the tests (gate/evaluations, gate/trainer).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class EvalDiffOptions:
 def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: options.ScoringOptions) -> None:
     """Compare two runs of an evaluation, or a trainer's log-probabilities with a server's.
 
-    Of samples of lm-evaluation-harness, reviews of evalscope and results of OpenCompass: for each metric whether the
-    difference is more than chance, and which questions flipped. Of predictions without scores: which texts differ. A
-    may be a trainer's jsonl with tokens and log-probabilities; they are compared with B's of the same tokens.
+    Reads lm-evaluation-harness, evalscope, OpenCompass and AISBench: for each metric whether the difference is more
+    than chance, and which questions flipped. Of predictions without scores: which texts differ. A may be a trainer's
+    jsonl.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired, or texts
     without scores differ.
     """

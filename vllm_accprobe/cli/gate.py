@@ -54,10 +54,9 @@ def gate(
 ) -> None:
     """Compare two servers by their answers.
 
-    A server is a folder of accprobe send, a URL, or a command (with a space in it), which is started and ended. Golden
-    answers first, and mine is forced to its tokens. Log-probabilities, flips and KL by phase, chunk, batch, prefix hit,
-    length and position are compared with golden's own batches and with rounding alone. Chats are rendered by both
-    servers; other token ids are the first finding, and a fail.
+    A server is a folder of accprobe send, a URL, or a command (with a space in it), which is started and ended. Mine is
+    forced to golden's tokens. Log-probabilities, flips and KL are compared with golden's own batches and with rounding
+    alone. Chats are rendered by both servers; other token ids fail.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
     golden, mine, out, rate = sides.golden, sides.mine, sides.out, sides.rate

@@ -14,7 +14,8 @@ from vllm_accprobe.cli.options import Command, argument, option
 from vllm_accprobe.cli.output import answer, say_written, show
 from vllm_accprobe.refusals import CommandError
 
-golden = typer.Typer(help="Pack a golden into one small file; check and compare packs.", rich_markup_mode=None)
+golden = typer.Typer(help="Packs: what a model computed, in one small file that others compare with.",
+                     rich_markup_mode=None)  # fmt: skip
 
 
 _LONG = 600
@@ -25,7 +26,7 @@ _LONG = 600
 class GoldenPackOptions:
     """What is packed, and how large the pack may be."""
 
-    dump: Path = argument("DUMP", "The directory of the golden's dump.")
+    dump: Path = argument("DUMP", "The dump of the run that is trusted.")
     prompts: Path | None = option("--prompts", None, "A text file that is put into the pack: the prompts, as they were "
                                   "sent.", metavar="FILE")  # fmt: skip
 
@@ -49,9 +50,9 @@ class GoldenHistoryOptions:
 
 
 def pack(what: GoldenPackOptions, file: PackFileOptions) -> None:
-    """Write a pack: some rows of a dump in full, sketches of others, tokens, and a manifest with hashes.
+    """Write a pack of a dump: some rows in full, random sums (sketches) of others, tokens, hashes.
 
-    Then `accprobe compare FILE mine` compares a dump with it. docs/golden.md says what is in it.
+    `accprobe compare FILE mine` compares a dump with it.
     Exit code 0: done, 2: it cannot be done.
     """
     from vllm_accprobe.golden.pack import MB
@@ -68,7 +69,7 @@ def pack(what: GoldenPackOptions, file: PackFileOptions) -> None:
 
 
 def verify(what: GoldenVerifyOptions) -> None:
-    """Check that packs are what their manifests say, and those of a folder what its index.json says; a line for each.
+    """Check packs against their manifests, and those of a folder also against its index.json: a line for each.
 
     Exit code 0: all are, 1: one has other bytes than its manifest says, or another manifest than --sha256 or the
     index, 2: one is no pack, is missing, or cannot be read.
@@ -147,8 +148,8 @@ def history(what: GoldenHistoryOptions) -> None:
 
 for _function, _short in (*golden_server.COMMANDS, (pack, "Write a pack of a dump"),
                           (verify, "Check packs against their manifests"),
-                          (history, "When and where did a model begin to differ?")):  # fmt: skip
+                          (history, "Compare packs over versions: since when does a model differ?")):  # fmt: skip
     golden.command(cls=Command, short_help=_short)(options.expanded(_function, f"golden {_function.__name__}"))
-golden.command(cls=Command, short_help="Compute a golden in float32 without a card, layer by layer")(
+golden.command(cls=Command, short_help="Compute a golden in float32 on a CPU, layer by layer")(
     options.expanded(golden_stream.stream, "golden stream")
 )

@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import unwinding
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
 from vllm_accprobe.refusals import CommandError, NothingThere
@@ -57,9 +58,10 @@ class GoldenWorkOptions:
     keep: Path | None = option("--keep", None, "A new folder for the dump, the answers and the server's log. Default: "
                                "nothing is kept.", metavar="DIR")  # fmt: skip
     max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
-    model: str = option("--model", "", "Where a server has several; the first by default.", metavar="NAME")
-    timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
-    ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
+    model: str = option("--model", "", "The model's name, where a server has several. Default: the first.",
+                        metavar="NAME")  # fmt: skip
+    timeout: float = option("--timeout", 600.0, "How long to wait; for one answer.", metavar="S", min=0.1)
+    ready: float = option("--ready-timeout", 1800.0, "How long a server may take to start.", metavar="S",
                           min=1)  # fmt: skip
 
     def settings(self, prompts: str = "") -> Any:
@@ -92,14 +94,32 @@ class GoldenWorkOptions:
                 shutil.rmtree(home)
             return
         if self.keep is None:
-            with tempfile.TemporaryDirectory(prefix="accprobe-golden-", dir=Path.cwd()) as folder:
-                yield Path(folder)
+            with unwinding(), _removed() as folder:
+                yield folder
             return
         if self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):
             raise CommandError(f"--keep {self.keep} exists and is not empty: name a new folder")
         places.check_place(self.keep, option="--keep")
         self.keep.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield self.keep
+
+
+@contextmanager
+def _removed() -> Iterator[Path]:
+    """A new folder here that is removed, but for a log that the error names: it is to be read."""
+    folder = Path(tempfile.mkdtemp(prefix="accprobe-golden-", dir=Path.cwd()))
+    named: Path | None = None
+    try:
+        yield folder
+    except Exception as error:
+        named = next((log for log in folder.rglob("*.log") if str(log) in str(error)), None)
+        raise
+    finally:
+        text = named.read_bytes() if named is not None else b""
+        shutil.rmtree(folder)
+        if named is not None:
+            named.parent.mkdir(mode=0o700, parents=True)
+            named.write_bytes(text)
 
 
 @dataclass(frozen=True)
@@ -124,9 +144,9 @@ class CheckOptions:
 def make(what: MakeOptions, file: PackFileOptions, how: GoldenWorkOptions) -> None:
     """Serve a model, send public prompts, and write a golden pack of what they compute.
 
-    The prompts are sent three times: freely, captured along these answers, and captured once more. Equal bytes mean
-    that the pack is reproduced to the bit; otherwise the noise is reported. Options behind -- are vllm serve's.
-    With --float32 --stream nothing is served: the model is computed here, as by `accprobe golden stream`.
+    The prompts are sent three times: freely, captured along these answers, and captured once more to measure the noise.
+    Options behind -- are vllm serve's. With --float32 --stream the model is computed here, as by `accprobe golden
+    stream`.
     Exit code 0: the pack is written, 2: it cannot be.
     """
     from vllm_accprobe.gate import preflight
@@ -186,9 +206,9 @@ def _line(words: Sequence[str]) -> str:
 def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
     """Serve a model with the probe on, send a pack's token ids, and compare with the pack.
 
-    Answers are compared first, then every captured row; what differs is replayed, and the operator that introduced the
-    error is named. Exit code 0: pass, 1: differences beyond the standard, 2: bad usage, or the server or the pack
-    cannot be read, 3: nothing could be compared, or the server makes other token ids of the pack's texts.
+    Names the operator that introduced the error. Exit code 0: pass, 1: differences beyond the standard, 2: bad usage,
+    or the server or the pack cannot be read, 3: nothing could be compared, or the server makes other token ids of the
+    pack's texts.
     """
     from vllm_accprobe.gate.sending.client import OtherIds
     from vllm_accprobe.golden import check as golden

@@ -37,11 +37,10 @@ class GoldenStreamOptions:
 
 
 def stream(what: GoldenStreamOptions) -> None:
-    """Compute a golden without a card: layers are read from the checkpoint one after another, through transformers.
+    """Compute a golden in float32 on a CPU through transformers, layers read from the checkpoint one after another.
 
-    Needs memory for one layer in float32 and for the prompts' hidden states, and transformers 5. Writes a dump, and
-    DIR/answers with the log-probabilities of all tokens, the 20 best at each position. The same command continues a
-    run that was killed. Exit code 0: done, 2: it cannot be done.
+    Needs transformers 5, and memory for one layer in float32. Writes a dump, and DIR/answers with log-probabilities.
+    The same command continues a run that was killed. Exit code 0: done, 2: it cannot be done.
     """
     if what.rows not in ("all", "pack"):
         raise CommandError(f"--rows {what.rows}: name all or pack")

@@ -33,7 +33,7 @@ class LineOptions:
                        max=65535, metavar="N")  # fmt: skip
     tls: Path | None = option("--tls", None, "Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: "
                               "loopback.", metavar="DIR")  # fmt: skip
-    shared: Path | None = option("--shared", None, "A folder that both machines see, in place of a line.",
+    shared: Path | None = option("--shared", None, "A folder that both machines see, in place of a connection.",
                                  metavar="DIR")  # fmt: skip
     config: Path | None = option("--config", None, "msprobe's config.json, in place of these options.", metavar="FILE")
     ranks: str | None = options.ranks()
@@ -111,8 +111,8 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
 def send(what: OnlineSendOptions, line: LineOptions) -> None:
     """Send a dump's calls to the machine where `accprobe online serve` checks them.
 
-    It reads what is on the disk, in a process of its own: nothing is opened inside the server that is captured. A line
-    that breaks is opened again and continues after what arrived.
+    Reads what is on the disk, in a process of its own. A broken connection is opened again and continues after what
+    arrived.
     Exit code 0: all is there, 2: it cannot be sent, or is refused.
     """
     from vllm_accprobe.online.keys import SENDS, Endpoint, read_keys

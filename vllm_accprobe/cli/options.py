@@ -159,6 +159,11 @@ class Command(typer.core.TyperCommand):
             option.help = filled(option.help, self.name or "")  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments as they are written here: typer puts them in brackets and braces once more."""
+        arguments = (p for p in self.get_params(ctx) if p.param_type_name == "argument")
+        return [self.options_metavar or "", *(p.metavar or str(p.name).upper() for p in arguments)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """In three sections where there are more options than fit one screen, the five that most need first."""
         shown = [(p, p.get_help_record(ctx)) for p in self.get_params(ctx)]
@@ -269,8 +274,8 @@ class ServingOptions:
                              metavar="N", min=1)  # fmt: skip
     concurrency: int | None = option("--concurrency", None, "Requests at a time. Default: 64; golden's.", metavar="N",
                                      min=1, max=1024)  # fmt: skip
-    timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
-    ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
+    timeout: float = option("--timeout", 600.0, "How long to wait; for one answer.", metavar="S", min=0.1)
+    ready: float = option("--ready-timeout", 1800.0, "How long a server may take to start.", metavar="S",
                           min=1)  # fmt: skip
     progress: bool = option("--progress", False, "Say every 5 s how far it is, also in a pipe. Default there: every "
                             "30 s.")  # fmt: skip
@@ -286,7 +291,8 @@ class ServingOptions:
 class ScoringOptions(ServingOptions):
     """The same, and what a server's answers are scored by."""
 
-    model: str = option("--model", "", "Where a server has several; the first by default.", metavar="NAME")
+    model: str = option("--model", "", "The model's name, where a server has several. Default: the first.",
+                        metavar="NAME")  # fmt: skip
     score: bool | None = option("--score/--no-score", None, "A last pass that scores prompt and answer. Default: "
                                 "where a server can.")  # fmt: skip
 
@@ -307,8 +313,8 @@ def check_rate(rate: float | None) -> None:
 
 
 def pairs(texts: Sequence[str], wrong: str, named: bool = True) -> list[tuple[str, str]]:
-    """``NAME=VALUE`` of each. wrong: what is said of one that is none, ``{}`` is its text; named: names are identifiers
-    and values may be empty. Raises CommandError."""
+    """``NAME=VALUE`` of each. wrong: what is reported of one that is none, ``{}`` is its text; named: names are
+    identifiers and values may be empty. Raises CommandError."""
     found = [text.partition("=") for text in texts]
     for text, (name, _, value) in zip(texts, found, strict=True):
         if "=" not in text or not (name.isidentifier() if named else value):

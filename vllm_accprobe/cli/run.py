@@ -93,7 +93,7 @@ def run(what: RunOptions, capture: options.CaptureOptions, atb: RunAtbOptions) -
     if settings.get("heal") and not any(
         settings.get(name) is not None or os.environ.get(f"VLLM_ACCPROBE_{name.upper()}") for name in _CHOOSE
     ):
-        settings["armed"] = "0"  # it serves an evaluation, whose tensors nobody needs
+        settings["armed"] = "0"  # it serves an evaluation, whose tensors are not needed
     child = _truth(atb.save_operation_child) if atb.atb_child is None else atb.atb_child
     of_atb = {
         "ids": atb.atb_ids, "ranges": atb.atb_range, "names": atb.atb_op, "time": atb.atb_time, "part": atb.atb_part,

@@ -36,8 +36,7 @@ class SelfCheckOptions:
 def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:
     """Send one server the same prompts in several ways, and name the way whose answers differ.
 
-    Alone, in a batch, with a prefix hit, in chunks, and what else its options allow: a correct server's answers differ
-    by rounding alone. No second machine is needed.
+    Alone, in a batch, with a prefix hit, in chunks, and what else its options allow.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: bad usage, or the server does not answer, 3: nothing
     could be compared.
     """

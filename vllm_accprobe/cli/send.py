@@ -40,11 +40,10 @@ class SendOptions:
 def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     """Send the same prompts to a server, greedily by default, and keep token ids and log-probabilities.
 
-    Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own
-    batching changes. Where the server can be forced, the second pass gets the tokens of the first one as answers; with
-    --teacher-force, all passes get golden's. The same command continues an interrupted run. A key is taken from
-    VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
-    server has another vocabulary than golden's.
+    Sends them one by one and then all at once. Where the server can be forced, the second pass gets the tokens of the
+    first one as answers; with --teacher-force, all passes get golden's. The same command continues an interrupted run.
+    The key is VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered,
+    or the server has another vocabulary than golden's.
     """
     from vllm_accprobe.gate.sending import passes, rendering, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file

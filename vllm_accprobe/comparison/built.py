@@ -775,7 +775,7 @@ _LONGEST = 4000
 
 
 def unsummed(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
-    """Modules whose partial sums nobody adds up in mine, as is done in golden."""
+    """Modules whose partial sums are not added up in mine, as is done in golden."""
     theirs, own = (unsummed_taps(dump, loose(dump)) for dump in dumps)
     text = "the ranks' partial sums are not added up: each rank goes on with its own share"
     return {tap: _cause(text) for tap in own if tap not in theirs}

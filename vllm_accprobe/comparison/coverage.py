@@ -21,7 +21,7 @@ from vllm_accprobe.align.tokens import RowSet, SideRows, subject
 from vllm_accprobe.comparison.pair import SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import TEXT, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, Rerouted, UnseenExperts
+from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, Routing
 from vllm_accprobe.standards.limits import ELEMENT
 
 if TYPE_CHECKING:
@@ -82,13 +82,10 @@ def _behind(golden: np.ndarray, mine: np.ndarray) -> int:
     return int(((at >= 0) & (subject(before) == subject(golden)) & (before < golden) & np.isin(before, last)).sum())
 
 
-def finished(
-    measured: Mapping[str, Any], rerouted: Rerouted, unseen: UnseenExperts, unrouted: int = 0
-) -> dict[str, Any]:  # fmt: skip
-    """``coverage`` with what judging adds: rows after a router's near tie, rows that read earlier ones whose experts
-    were not compared, rows ``unrouted`` whose own were not, and choices without a margin."""
-    counts = {ROWS_AFTER: rerouted.rows, ROWS_BEHIND: len(unseen.rows), NOT_COMPARED: unrouted,
-              UNRULED: rerouted.unruled, UNKNOWN: rerouted.unknown}  # fmt: skip
+def finished(measured: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
+    """``coverage`` with what judging adds: rows that other experts may have computed, and choices without a margin."""
+    left = {why: len(routing.left[why]) for why in (ROWS_AFTER, ROWS_BEHIND, NOT_COMPARED)}
+    counts = left | {UNRULED: routing.unruled, UNKNOWN: routing.unknown}
     skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
     return {k: v for k, v in measured.items() if k != ENDED} | {"skipped": skipped}
 

@@ -73,14 +73,14 @@ def compare(
 ) -> Comparison:
     """Compares two dumps (paths, or what `open_dump` gives).
 
-    standard: one of standards.names(PAIRS), or a Standard. taps: globs over tap names, comma separated.
-    mapping: a file or rules that say which place of mine is which of golden (docs/formats.md).
-    progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
-    line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
-    ray: address of a Ray cluster whose machines do the measuring; jobs: so many processes of this machine do it, 0:
-    threads of this one. floors: further runs of golden's side, dumps or what `calibrate` made, from which is known what
-    correct runs differ by (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of honest
-    machines, 0 < rate < 1.
+    standard: one of standards.names(PAIRS), or a Standard. taps: globs over tap names, comma separated. mapping: a file
+    or rules that say which place of mine is which of golden (docs/formats.md). progress: called with (bytes done, bytes
+    in all) of both sides, read or known to be equal. Raises CompareError, one line, and NothingCompared. resume: a
+    directory that remembers what is measured until resume.forget is called. ray: address of a Ray cluster whose
+    machines do the measuring; jobs: so many processes of this machine do it, 0: threads of this one. floors: further
+    runs of golden's side, dumps or what `calibrate` made, from which is known what correct runs differ by
+    (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of correct machines, 0 < rate <
+    1.
     """
     check_rate(rate)
     if ray is not None and jobs:
@@ -138,8 +138,8 @@ def check_rate(rate: float) -> None:
 
 
 def calibrate(golden: str | Path | Any, runs: Sequence[str | Path], *, failing: bool = False) -> Calibration:
-    """What golden and further honest ``runs`` of its own side differ by. failing: a run is taken for correct that fails
-    against golden, whose fault no comparison with this floor will see. Raises CompareError."""
+    """What golden and further correct ``runs`` of its own side differ by. failing: a run is taken for correct that
+    fails against golden, whose fault no comparison with this floor will see. Raises CompareError."""
     found = gather(open_both(golden, golden)[0], runs, compare, "", failing)
     if found is None:
         raise CompareError("give at least one further run of golden's side: another batching, dtype or reduction order")

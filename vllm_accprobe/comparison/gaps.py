@@ -320,8 +320,8 @@ class GapFinder:
         return last.tap, tuple(self._between(last.tap, sink.tap))
 
     def _between(self, after: str, before: str) -> list[str]:
-        """Modules that nobody saw and that may stand between two taps: numbered blocks between theirs, and what the
-        blocks of the two hold themselves, but for what lies in a module whose output was compared."""
+        """Modules that were not captured and that may stand between two taps: numbered blocks between theirs, and what
+        the blocks of the two hold themselves, but for what lies in a module whose output was compared."""
         blocks = block_of(after), block_of(before)
         own = [b for b in dict.fromkeys(blocks) if b is not None]
         skipped = list(_numbers_between(*blocks))

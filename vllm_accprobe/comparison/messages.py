@@ -24,7 +24,7 @@ from vllm_accprobe.judge.tensor_errors import METRICS
 
 
 def masked(flipped: Sequence[dict[str, Any]]) -> list[str]:
-    """What is said of flips that are no errors because something masked the logits: one sentence for each way."""
+    """What is reported of flips that are no errors because something masked the logits: one sentence for each way."""
     ways: dict[str, list[dict[str, Any]]] = {}
     for f in flipped:
         if f["why"] == near_ties.MASKED:
@@ -47,8 +47,8 @@ def _mask_text(golden: Sequence[str], mine: Sequence[str]) -> str:
 
 
 def images(setting: ComparisonContext, units: Sequence[MeasuredUnit], pairs: Sequence[Pair]) -> list[str]:
-    """What is said of images with other hashes: where everything that was computed of them agrees, only their hashes
-    differ."""
+    """What is reported of images with other hashes: where everything that was computed of them agrees, only their
+    hashes differ."""
     if not setting.other_images:
         return []
     vision = {u.key for u in units if u.vision}
@@ -116,8 +116,8 @@ def weights(found: dict[str, Any], most: int = 3) -> list[str]:
     out = [f"the weights, not the kernel: {_whose(f)}{f['says']}" for f in faults[:most]]
     events = [one["event"] for one in found.get("events", {}).get("mine") or []]
     if found.get("told") and len(events) > 1:
-        alone = f"mine's {found['told']:,} were looked at by themselves after {', '.join(events[:6])}"
-        out.append(f"golden tells nothing of its weights: {alone}" + ("" if faults else ": nothing wrong"))
+        alone = f"mine's {found['told']:,} were checked by themselves after {', '.join(events[:6])}"
+        out.append(f"golden recorded nothing of its weights: {alone}" + ("" if faults else ": nothing wrong"))
     return [*out, f"{len(faults) - most} more findings about weights: compare.json, weights"] if faults[most:] else out
 
 

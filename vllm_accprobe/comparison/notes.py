@@ -33,7 +33,7 @@ from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.near_ties import Rerouted, UnseenExperts
+from vllm_accprobe.judge.near_ties import ROWS_BEHIND, Routing
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
@@ -91,7 +91,7 @@ def taps_effect(run: dict[str, Any]) -> list[str]:
 
 def _parameters(plan: Plan) -> list[str]:
     """One sentence where requests ask the sampler for something else: their tokens may then rightly differ. Grammars
-    and the like are told by the lines of masks."""
+    and the like are in the lines of masks."""
     found = [
         (m, g.sampling, m.sampling)
         for g, m, _ in plan.requests.pairs
@@ -307,28 +307,23 @@ def nonfinite_steps(origins: Sequence[OriginEntry]) -> list[str]:
     return [f"{steps} finite inputs into NaN or infinity, in {counted(rows, 'row')}: {which}"]
 
 
-def choices(rerouted: Rerouted) -> list[str]:
+def choices(routing: Routing) -> list[str]:
     out = []
-    if rerouted.wrong:
+    if routing.wrong:
         why = "mine leaves an expert to which its own router gives a clearly higher logit"
-        out.append(f"wrong experts are chosen in {counted(rerouted.wrong, 'row')}: {why}")
-    if rerouted.unruled:
+        out.append(f"wrong experts are chosen in {counted(routing.wrong, 'row')}: {why}")
+    if routing.unruled:
         why = "golden itself does not take its highest logits (groups, a bias), so no margin shows a near tie"
-        out.append(f"{counted(rerouted.unruled, 'row')} went to other experts and are not judged from there on: {why}")
-    if rerouted.unknown:
+        out.append(f"{counted(routing.unruled, 'row')} went to other experts and are not judged from there on: {why}")
+    if routing.unknown:
         why = "without the router's logits in both dumps nothing shows a near tie; capture the router (gate), too"
-        out.append(f"{counted(rerouted.unknown, 'row')} went to other experts, which counts as an error: {why}")
+        out.append(f"{counted(routing.unknown, 'row')} went to other experts, which counts as an error: {why}")
+    if rows := len(routing.left[ROWS_BEHIND]):
+        out.append(
+            f"{counted(rows, 'row')} of modules that read earlier rows behind a router (attention) not judged: "
+            "earlier rows' experts were not compared; a replay of mine judges them"
+        )
     return out
-
-
-def earlier_rows(unseen: UnseenExperts) -> list[str]:
-    """What a pack leaves of modules that read earlier rows behind a router."""
-    if not unseen.rows:
-        return []
-    return [
-        f"{counted(len(unseen.rows), 'row')} of modules that read earlier rows behind a router (attention) not judged: "
-        "earlier rows' experts were not compared; a replay of mine judges them"
-    ]
 
 
 def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
@@ -356,7 +351,7 @@ def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> lis
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
-    """The sentence that is said of a comparison without pairs; "" where there is nothing to compare at all. units:
+    """The sentence that is reported of a comparison without pairs; "" where there is nothing to compare at all. units:
     whether any tensor of one side has one of the other, by name."""
     seen = setting.coverage
     captured = units or bool(seen.get("taps_only_golden") or seen.get("taps_only_mine"))

@@ -56,18 +56,16 @@ class Comparison:
 
     rows: errors by row; samples: some values of failed pairs; spreads: values and errors of the worst in bins
     (comparison/row_table.py); None and empty where not kept. without_spread: how many of the worst have none, by
-    reason.
-    foreign: another tool's columns, where its standard was requested (comparison/notes.py). measured:
-    what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
-    comparison of machines that only round, of any origin that the judge was told to allow; by_chance: the expected
-    number of such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit],
-    "mine": [habit]}, how each side computes (report/verdict_parts.py says what a habit is). replayed: "", "partly" or
-    "whole": how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for
-    commands that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, ""
-    where it is not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
-    golden_ids: golden's id of a request by mine's, which names it everywhere else, where they are not the same.
-    states: what the runs' own ledgers of states have found (runner_inputs.py); any
-    finding of mine's fails the comparison."""
+    reason. foreign: another tool's columns, where its standard was requested (comparison/notes.py). measured: what was
+    judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole comparison
+    of machines that only round, of any origin that the judge was configured to allow; by_chance: the expected number of
+    such origins here, at most that rate, None where it was not computed. machines: {"golden": [habit], "mine":
+    [habit]}, how each side computes (report/verdict_parts.py says what a habit is). replayed: "", "partly" or "whole":
+    how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands
+    that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, "" where it is
+    not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py). golden_ids:
+    golden's id of a request by mine's, which names it everywhere else, where they are not the same. states: what the
+    runs' own ledgers of states have found (runner_inputs.py); any finding of mine's fails the comparison."""
 
     golden_path: str
     mine_path: str

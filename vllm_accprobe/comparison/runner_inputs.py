@@ -949,7 +949,7 @@ _STEPS = {
 
 
 def cache_notes(dumps: tuple[Any, Any]) -> list[str]:
-    """What is said where the two runs keep keys and values in other formats: attention differs by that alone."""
+    """What is reported where the two runs keep keys and values in other formats: attention differs by that alone."""
     kinds = []
     for dump in dumps:
         attrs = [m.attrs for modules in getattr(dump, "modules", {}).values() for m in modules]
@@ -965,7 +965,8 @@ def cache_notes(dumps: tuple[Any, Any]) -> list[str]:
 
 
 def notes(states: Mapping[str, Any]) -> list[str]:
-    """What is said before the verdict: a golden with a wrong cache is none, and what both runs do is no difference."""
+    """What is reported before the verdict: a golden with a wrong cache is none, and what both runs do is no
+    difference."""
     found = findings(states, "golden")
     what = "RUNNER" if found and found[0].get("cause") else "OWN CACHE"
     lines = [f"GOLDEN'S {what} WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []

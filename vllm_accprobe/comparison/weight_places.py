@@ -4,9 +4,9 @@ The problem: two checkpoints, two cuts over ranks and two loaders all read as "d
 to read a loader. The idea: from the values of both dumps where they are stored, else from the fingerprints of the rows
 (dump/weight_sums.py), which every capture has, mine's rows of all ranks are laid over golden's whole tensor as the
 layouts say. Rows that are not the ones that are due are looked up there, and in all other tensors of their width; what
-comes out is said in the simplest way that explains all of them: blocks exchanged, a shift, one row's copy. Values say
-the rest: transposed, a factor, fewer bits. Nothing is said that does not hold for every wrong row that it speaks of; a
-32-bit key finds a wrong place by chance once in 2^32 / rows. Bounded: so many tensors, so many bytes; the rest is
+comes out is reported in the simplest way that explains all of them: blocks exchanged, a shift, one row's copy. Values
+say the rest: transposed, a factor, fewer bits. Nothing is said that does not hold for every wrong row that it speaks
+of; a 32-bit key finds a wrong place by chance once in 2^32 / rows. Bounded: so many tensors, so many bytes; the rest is
 counted. Not here: whether weights differ (judge/weights.py), one dump alone (opcheck/run/own_findings.py).
 """
 
@@ -51,7 +51,7 @@ Names = Callable[[np.ndarray], str]
 @dataclass(frozen=True)
 class RowsFound:
     """family: one of the above. text: a sentence without its subject. parameter: its numbers. chance: of the finding
-    by accident, None where nobody worked it out. residual: the largest relative error that is left; rows: how many are
+    by accident, None where it was not computed. residual: the largest relative error that is left; rows: how many are
     wrong."""
 
     family: str
@@ -289,7 +289,7 @@ def by_values(
     [n, width] of one shape. dtype_round: name of a precision -> function that rounds to it. None where none holds."""
     if right.size > _MOST_VALUES or right.shape != mine.shape:
         return None
-    with np.errstate(invalid="ignore"):  # memory that nobody wrote holds any bits
+    with np.errstate(invalid="ignore"):  # memory that was never written holds any bits
         a, b = right.astype(np.float64), mine.astype(np.float64)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None
@@ -482,7 +482,7 @@ def _pieces(states: Mapping[int, State], layouts: Mapping[tuple[int, str, str], 
 
 
 def _whole(pieces: Iterable[_Piece]) -> np.ndarray | None:
-    """uint32 [rows of the whole], of the first rank that has each; None where a row is nobody's."""
+    """uint32 [rows of the whole], of the first rank that has each; None where no rank has a row."""
     pieces = list(pieces)
     rows = max((p.of for p in pieces), default=0)
     if not rows or any(p.of != rows for p in pieces):

@@ -58,7 +58,7 @@ def examine(environ: Mapping[str, str] | None = None, *, quick: bool = False, ti
     have_vllm = all(f.level != ERROR for f in found)
     found += [*vllm_command(environ), *requirements(), *entry_points(), *allowlist(environ)]
     if have_vllm and quick:
-        found.append(Finding(WARNING, "hook points", "not looked at (--quick)"))
+        found.append(Finding(WARNING, "hook points", "not checked (--quick)"))
     elif have_vllm:
         found += findings(answers_of(environ, timeout=timeout))
     return [*found, *switch(environ), *configuration(environ), *directory(environ)]

@@ -160,7 +160,8 @@ class Runs:
         return {**self._base, PREFIX + "MODULES": modules, PREFIX + "PARTS": self._parts()}
 
     def _parts(self) -> str:
-        """They decide where taps stand. Where nothing is said: no parameters, which would fill a disk run by run."""
+        """They decide where taps stand. Where nothing is reported: no parameters, which would fill a disk run by
+        run."""
         return ",".join(self.config.parts) or "input,output"
 
     def _modules(self) -> str:
@@ -602,7 +603,7 @@ class Prover:
         try:
             self._runs.first(changed.name, modules)
         except ConfigError as error:
-            notes.append(f"which module it is was not looked for: {error}")
+            notes.append(f"which module it is was not searched: {error}")
             return None
         if not modules:
             return None

@@ -110,7 +110,7 @@ def _lacking(place: VllmPlace, release: Release | None) -> list[str]:
 
 
 _DECISIVE = {place.loss for place in PLACES if place.name in (WORKER, ARGUMENTS, *SCHEDULER)}
-"""What follows from a missing name where nothing can be captured, or no row can be told."""
+"""What follows from a missing name where nothing can be captured, or no row can be identified."""
 
 
 def _worker() -> str:

@@ -13,7 +13,7 @@ An operator's argument is a VALUE, a small closed language of JSON; nothing else
     {"complex": [re, im]}          a complex number; re and im are numbers or such a "float"
     {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
                                    a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
-                                   read; "fresh": true for memory that nobody has written to yet (an output buffer:
+                                   read; "fresh": true for memory that was not written yet (an output buffer:
                                    may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
                                    "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
                                    call touches some blocks: the record holds those, [n, ...], the record of role
@@ -292,9 +292,9 @@ class WeightPrint:
 
     order, bag: the sums with and without order, 16 hex digits. zeros: elements whose bits are all 0; nan: those that
     are not numbers, None where not counted. undone: which packing was taken off before the print was made: ``""`` none,
-    ``unknown`` for an order that nobody here can undo. block: rows of one expert, 0 without experts. parts: (name,
+    ``unknown`` for an order that cannot be undone here. block: rows of one expert, 0 without experts. parts: (name,
     first, end) of the rows of each block that have names of their own. written: (first row, end, times) of what was
-    seen to be written, None where it was not observed. raw: memory that nobody had filled before. rows: 32 bits for
+    seen to be written, None where it was not observed. raw: memory that was not filled before. rows: 32 bits for
     each row, base64 of little-endian; None where there are too many, or they are those of the event before."""
 
     rank: int
@@ -475,7 +475,7 @@ class LineKind:
     sparse: bool = False
 
     def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
-        """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
+        """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which it is not known
         here whether they have a value."""
         keys, values, irregular = self._written
         line: dict[str, Any] = {"event": self.event} if self.event else {}
@@ -686,7 +686,7 @@ class StateFinding:
     kind: of KINDS_OF_FINDINGS; cache: ``kv`` or ``state``. layer: the first in which it was seen, "" where it is
     true of all of a group; layers: in how many. block: of the scheduler, slot: within the cache where a row is meant.
     request: who reads, by its external id; low, high: its positions there, both included, None where not known.
-    writer: who wrote last, "" for nobody known; written: in which step; wrote_low, wrote_high: which positions.
+    writer: who wrote last, "" for none known; written: in which step; wrote_low, wrote_high: which positions.
     between: what happened to the block since, a sentence each; how: what is known of the bytes or the numbers.
     part: which state of a recurrent layer; first: the first layer of the group, where ``layer`` is "".
     """
@@ -807,7 +807,7 @@ def _layers(found: StateFinding) -> str:
 def sentence(found: StateFinding) -> str:
     """What a finding says, without "the cache, not the kernel"."""
     reads = f"request '{found.request}'" + _positions(found.low, found.high)
-    last = "nobody is known to have written there"
+    last = "no write there is known"
     if found.writer:
         last = f"written last by request '{found.writer}' in step {found.written}"
         last += _positions(found.wrote_low, found.wrote_high)

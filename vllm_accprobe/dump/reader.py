@@ -88,18 +88,15 @@ _MAX_OPEN = 200
 class Dump:
     """A dump of one or many ranks; made by ``open_dump``.
 
-    run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
-    ops: calls of operators, all ranks, journal order within a rank;
-    padding, padding_rows: tensors whose rows are nobody's, which are in no comparison, and how many rows they have, by
-    (rank, step);
-    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); masks by (rank, step, req),
-    what changed the request's logits before sampling; labels, those in files of their own, by
-    (rank, step, tap, role, call); modules, stops and ends by rank; armed: (rank, from which step on what selection
-    held), where the server was armed while it ran;
-    lives: what happened to the weights, and their fingerprints after it;
-    problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
-    understood; unread: a sentence for each file that is there and cannot be read; data: where each (rank, segment)
-    lies.
+    run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank; ops:
+    calls of operators, all ranks, journal order within a rank; padding, padding_rows: tensors whose rows are of no
+    request, which are in no comparison, and how many rows they have, by (rank, step); requests by (rank, req), steps by
+    (rank, step), rows by (rank, step, space); masks by (rank, step, req), what changed the request's logits before
+    sampling; labels, those in files of their own, by (rank, step, tap, role, call); modules, stops and ends by rank;
+    armed: (rank, from which step on what selection held), where the server was armed while it ran; lives: what happened
+    to the weights, and their fingerprints after it; problems: sentences on what is missing, damaged or ignored;
+    bad_lines: how many of each rank's journal were not understood; unread: a sentence for each file that is there and
+    cannot be read; data: where each (rank, segment) lies.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -262,8 +259,8 @@ def _parse(line: bytes) -> Any:
 
 
 class RankReader:
-    """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of nobody's rows. sites: those
-    of all ranks."""
+    """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of rows of no request. sites:
+    those of all ranks."""
 
     def __init__(self, dump: Dump, rank: int, sites: TensorSites):
         self.dump, self.rank, self.sites = dump, rank, sites
@@ -496,7 +493,7 @@ def open_dump(path: str | Path) -> Dump:
 
 
 def _absent_ranks(dump: Dump) -> str:
-    """A sentence about ranks that the run had and the dump has not; "" where none is missing, or nobody can know."""
+    """A sentence about ranks that the run had and the dump has not; "" where none is missing, or it cannot be known."""
     sizes = [n for start in dump.starts.values() if type(n := start.get("world_size")) is int and 0 < n <= _MAX_RANKS]
     absent = sorted(set(range(max(sizes, default=0))) - set(dump.ranks))
     if not absent:

@@ -1,4 +1,4 @@
-"""The tensors of a dump as columns: lines of the journal in, a `Record` out where somebody wants one.
+"""The tensors of a dump as columns: lines of the journal in, a `Record` out where one is needed.
 
 The problem: a dump has up to millions of tensors, and an object for each costs more time and memory than all that is
 done with most of them. The idea: what the tap says of a tensor (names, dtype, shape, layout) is a `TensorSite`, checked
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class LazyTable(Sequence[T]):
-    """``n`` values of a dataclass with slots: columns, and the values where somebody wants one."""
+    """``n`` values of a dataclass with slots: columns, and the values where one is needed."""
 
     def __init__(self, kind: type[T], n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any] = NONE):
         """columns: fields, a value for each; same: the fields that all have alike."""
@@ -104,6 +104,7 @@ class TensorSite(NamedTuple):
     offset: int
     parameter: bool
     nbytes: int
+    rounded: str | None = None
 
     @staticmethod
     def of_line(e: Event, layouts: dict[str, Layout] | None = None) -> TensorSite:
@@ -135,6 +136,7 @@ class TensorSite(NamedTuple):
             string(e, "tap"), string(e, "class", ""), string(e, "role"), dtype, shape, optional_string(e, "rows"),
             row_dim, layouts[laid], optional_string(e, "sample"), bool(e.get("mutated", False)),
             None if stride is None else tuple(stride), integer(e, "offset", 0), e["event"] == "param", size,
+            optional_string(e, "rounded"),
         )  # fmt: skip
 
 
@@ -358,7 +360,7 @@ def table_of(records: Sequence[Record]) -> RecordTable:
 def _site_of(r: Record) -> TensorSite:
     nbytes = 0 if r.payload is None else r.payload.nbytes
     return TensorSite(r.tap, r.cls, r.role, r.dtype, r.shape, r.rows, r.row_dim, r.layout, r.sample, r.mutated,
-                      r.stride, r.offset, r.step is None, nbytes)  # fmt: skip
+                      r.stride, r.offset, r.step is None, nbytes, r.rounded)  # fmt: skip
 
 
 def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequence[Event]) -> Columns:

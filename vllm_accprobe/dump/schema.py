@@ -69,7 +69,7 @@ PREFILL, DECODE = "prefill", "decode"
 TOKENS, LOGITS = "tokens", "logits"
 """Names of the two row spaces that every step of a language model has. Others: ``vision/<k>``, see RowSpace."""
 PADDING = f"{TOKENS}/padding"
-"""The row space of rows that a captured graph computes behind the tokens' and that are nobody's."""
+"""The row space of rows that a captured graph computes behind the tokens' and that belong to no request."""
 ADAPTER_ROLE = "lora."
 """Begins, behind ``param.``, the role of a LoRA adapter's weight: ``param.lora.<adapter>.lora_a``."""
 ADAPTER_ANEW = "an adapter of this name was loaded again with other weights: the first ones are in the dump"
@@ -307,7 +307,7 @@ class Module:
 
 
 OWN_REQUEST = "accprobe-asks"
-"""What the gate calls the request by which it asks a server whether it can answer with named tokens: nobody's prompt,
+"""What the gate calls the request by which it asks a server whether it can answer with named tokens: no user's prompt,
 which is neither captured nor compared."""
 MASKS_KNOWN = "masks_known"
 """Attribute of the tap ``sampler`` in captures that say which logits were masked: there, no line means none."""
@@ -318,7 +318,7 @@ NOISE, NOISE_DRAWS = "noise", "noise_draws"
 equal logits by each of the seeds 1 to 8, with commas between them."""
 SCALED, FILTERED = "left_scaled", "other_filters"
 """Attributes of the tap ``sampler``: ``output.masked_logits`` of random rows are divided by the temperature, and some
-are filtered (V2); names of somebody else's logits processors that change what is drawn, and leave the best the best."""
+are filtered (V2); names of other code's logits processors that change what is drawn, and leave the best the best."""
 GUMBEL, EXPONENTIAL = "gumbel by seed and token", "exponential by torch's generator"
 """Values of NOISE on a CPU; elsewhere the device's type and the name of the sampler's method."""
 
@@ -361,6 +361,7 @@ class Record:
     rows: name of the row space along ``row_dim``, or None for a tensor without rows.
     hash: xxh3-128 of the stored bytes, 32 hex digits, or None (a fingerprint only).
     sample: parameters: hash of a fixed sample of elements, see capture/taps/params.py.
+    rounded: parameters of a pack: ``dtype:hash`` of the values and of their sample in each dtype of 16 bits.
     mutated: the module changed this input in place (the payload is the value before).
     payload: None in a ``stats`` dump, for a fingerprint, and where ``lost``: its file is not there, or damaged.
     stride, offset: of the tensor as the model had it, in elements, the offset from the beginning of its storage; None
@@ -387,6 +388,7 @@ class Record:
     stride: tuple[int, ...] | None = None
     offset: int = 0
     lost: bool = False
+    rounded: str | None = None
 
     @property
     def parameter(self) -> bool:

@@ -5,7 +5,7 @@ pieces, in another order, or of a row alone. The idea: the bits of each element,
 odd multiplications and shifts [D. Stafford's variant 13 of the 64-bit finaliser of MurmurHash3], 0 stays 0, and sums
 modulo 2**64 of mixed bits are taken: of all elements (without order), and of each row with one odd factor for each
 column (with order). A sum over rows of mixed row sums and row numbers has the order of the rows. Two tensors that
-differ have the same 64 bits with a probability of about 2**-64, unless somebody wants it. Not here: how a device
+differ have the same 64 bits with a probability of about 2**-64, unless it is made on purpose. Not here: how a device
 computes it, compiled loops for the host (capture/weights/).
 """
 

@@ -216,7 +216,7 @@ def _read_statistics(dump: ForeignDump, files: list[plain_file.FoundFile]) -> di
     return out
 
 
-# --- in which order the modules ran, where nobody wrote it down ---
+# --- in which order the modules ran, where it was not recorded ---
 
 
 def execution_order(

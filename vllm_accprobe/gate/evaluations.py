@@ -7,7 +7,8 @@ Only questions that flipped count: McNemar's exact test for right or wrong, the 
 for other scores, Holm's rule over all metrics. Each p comes with an interval and the number of questions that would be
 needed. Signs: mine - golden; lost: golden right and mine wrong; won: the reverse. What each tool writes is a `Shape` in
 one table; of answers without scores texts are compared. Sources: lm_eval/evaluator.py, evaluation_tracker.py;
-opencompass/openicl/icl_evaluator, icl_inferencer, tasks/openicl_eval.py; evalscope/api/evaluator/cache.py.
+opencompass/openicl/icl_evaluator, icl_inferencer, tasks/openicl_eval.py; ais_bench's output_handler;
+evalscope/api/evaluator/cache.py.
 
 Not here: sentences (report/servers.py).
 """
@@ -186,7 +187,7 @@ def _named_alike(golden: list[Answer], mine: list[Answer], found: Matched) -> li
     return mine
 
 
-HARNESS, EVALSCOPE, OPENCOMPASS = "lm-evaluation-harness", "evalscope", "OpenCompass"
+HARNESS, EVALSCOPE, OPENCOMPASS, AISBENCH = "lm-evaluation-harness", "evalscope", "OpenCompass", "AISBench"
 REVIEWS, RESULTS, PREDICTIONS = "reviews", "results", "predictions"
 NAME = re.compile(r"samples_(?P<task>.+)_(?P<time>[^_]+)\.jsonl?\Z", re.DOTALL)
 _KNOWN = frozenset({
@@ -319,6 +320,7 @@ SHAPES = (
           "choices.0.message.content", _scores_at("choices.0.review.result")),
     Shape(EVALSCOPE, ("raw_input", "choices.0.message"), "index|answer_id", "raw_input", "",
           "choices.0.message.content"),
+    replace(PREDICTED, tool=AISBENCH, needs=("data_abbr", "id"), name="id"),  # its results are OpenCompass' details
     PREDICTED,
 )  # fmt: skip
 """Tried in this order."""
@@ -637,7 +639,7 @@ def _nothing(path: Path, side: Side) -> str:
     if set(side.left_out) == {NOT_RESULTS} and path.is_file():
         return f"{path} has no samples of lm-evaluation-harness, reviews of evalscope or results of OpenCompass"
     why = "; ".join(f"{n:,} {what}" for what, n in side.left_out.items()) or "it is empty"
-    hint = ": run OpenCompass with --dump-eval-details" if NO_DETAILS in side.left_out else ""
+    hint = ": run OpenCompass or AISBench with --dump-eval-details" if NO_DETAILS in side.left_out else ""
     return f"{path} has no answered question ({why}){hint}"
 
 

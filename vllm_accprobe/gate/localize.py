@@ -177,7 +177,7 @@ def _filled_by(golden: Sent, mine: Sent, name: str, index: int, words: Sequence[
 
 
 def _cached(side: Sent, name: str, index: int) -> int | None:
-    """Prompt tokens that were not computed, where the engine or the server told."""
+    """Prompt tokens that were not computed, where the engine or the server reported it."""
     rows = replies.read_steps(side.path).rows(index, name)
     if rows:
         return rows[0][1]
@@ -338,7 +338,7 @@ class KeptServers:
                         os.truncate(path, size)
 
     def close(self) -> None:
-        """Ends what nobody has taken; of that nothing was captured."""
+        """Ends what was not taken; of that nothing was captured."""
         with ExitStack() as ends:  # each is ended, whatever the other one's end raises
             for side in [*self._runs]:
                 ends.callback(self._end, side)

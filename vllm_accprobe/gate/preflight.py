@@ -7,7 +7,7 @@ option that the source does not name is shown to vLLM's own parser, which takes 
 vLLM takes 92 % of the host's memory for itself and ends where that is not free: `prepared` adds a limit.
 
 What cannot be known is no reason to refuse: another interpreter, a name of a model hub, a line for the shell. Not here:
-the start itself and what is said where it fails (served_run.py), folders of answers (sending/passes.py).
+the start itself and what is reported where it fails (served_run.py), folders of answers (sending/passes.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ def _check_model(model: str | None) -> None:
     named = model is not None and "://" not in model and path.suffix != ".gguf"
     if not named or not (path.exists() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
         return
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as f:
+            if f.read(4) == b"GGUF":  # vLLM reads one by its first bytes, whatever its name
+                return
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise NotServed(f"{model} {what}: write the path of the model's folder as it is from here")
@@ -164,7 +169,7 @@ def prepared(command: ServeCommand) -> tuple[tuple[str, ...], str]:
 
 
 def _available() -> int:
-    """Bytes of this machine's memory that nobody uses."""
+    """Bytes of this machine's memory that is free."""
     found = re.search(r"^MemAvailable: +(\d+) kB", edits.source(Path("/proc/meminfo")), re.MULTILINE)
     return int(found[1]) << 10 if found else _MOST
 

@@ -77,7 +77,7 @@ MIN_CHUNK = 16
 class OwnPath:
     """name: in tables and folders. says: what is compared with what. rule: EQUAL or ROUNDING. arrive: `send`'s word.
     before: what is asked of the cache first: "" nothing, "same" the same prompt, "pieces" growing beginnings of it.
-    scored: prompt and answer are a prompt, whose tokens' log-probabilities are asked for. against: the way that it is
+    scored: prompt and answer are a prompt, whose tokens' log-probabilities are requested. against: the way that it is
     compared with. add, drop: words of the command, for a server of its own."""
 
     name: str
@@ -135,7 +135,7 @@ def path_command(words: Sequence[str], way: OwnPath | None = None) -> str:
 
 
 def pieces(length: int) -> list[int]:
-    """Where the beginnings of a prompt end that are asked for before the whole: multiples of PIECE, ascending."""
+    """Where the beginnings of a prompt end that are requested before the whole: multiples of PIECE, ascending."""
     size = -(-length // (MAX_PIECES * PIECE)) * PIECE
     return list(range(size, length, size))
 
@@ -184,7 +184,7 @@ three times that. Its other paths give the same bits."""
 FAR = 6.0
 """Measured: of 288 tokens of that pair the worst is 3.6 steps apart; 6 are far beyond."""
 FAR_RATE = 0.01
-"""Derived: none of 288 honest tokens is so far apart, so with 95% at most 3 / 288 are (the rule of three)."""
+"""Derived: none of 288 correct tokens is so far apart, so with 95% at most 3 / 288 are (the rule of three)."""
 RATE = 0.05
 """Chosen: as of two servers."""
 NO_HIT = "prompts of which nothing was found in the cache"

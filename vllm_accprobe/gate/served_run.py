@@ -316,7 +316,7 @@ def served(
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
     environ = line.full()
     environ[FORCE] = environ.get(FORCE) or str((out / replies.folder_name(number)).absolute())
-    with ServedRun(name, server, environ, log=out / f"engine-{number}.log", say=say) as run:
+    with ServedRun(name, server, environ, log=out / f"engine-{number}.log", say=say, stop_s=_STOP_S) as run:
         run.ready(time.monotonic() + ready_s)
         with run.reporting():
             yield run

@@ -38,7 +38,7 @@ _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 
 
 def of_command(command: str) -> str | None:
-    """The dtype that a command's words or its model's config.json name; None where nobody knows."""
+    """The dtype that a command's words or its model's config.json name; None where it is not known."""
     words = ServeCommand(tuple(split_line(command)))
     dtype = words.get("--dtype")
     if dtype in (None, "", "auto"):

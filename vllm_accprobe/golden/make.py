@@ -366,7 +366,11 @@ def pack_streamed(
     write_private(begun, text_of_run)
     done = None  # of an earlier process, which was killed while it packed
     if not finished(dump):
-        done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
+        try:
+            done = streamed(model, ids, dump, progress=say, prompt_lengths=lengths, rows=rows, names=names)
+        finally:
+            if [*work.iterdir()] == [begun]:  # refused before its first block
+                begun.unlink()
     text = work / TEXT
     write_private(text, to_text(_cut_answers(replies.read(dump / SCORED), lengths, work / ANSWERS), 0.0, 0.0, {}))
     return done, pack(dump, out, max_bytes=max_bytes, seed=seed, prompts=text)

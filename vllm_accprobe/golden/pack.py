@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, SideRows, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan.unit import SAMPLER, Group, Key, Unit
@@ -535,10 +536,11 @@ class _Packing:
         of("end", [replace(e, reason="packed") for on, e in d.ends.items() if on == rank])
         return b"".join(map(encode, found))
 
-    @staticmethod
-    def _param(r: Record) -> dict[str, Any]:
+    def _param(self, r: Record) -> dict[str, Any]:
         line = TensorHead(r.tap, r.cls, r.role, r.rows, r.row_dim, r.layout.to_event(), False, r.sample, True).line()
         stats = {n: getattr(r.stats, n) for n in r.stats.__slots__} if r.stats is not None else None
+        if r.dtype in ("float32", "float64") and r.payload is not None:
+            line["rounded"] = " ".join(_rounded_hashes(self.dump.read(r)))
         return line | {"dtype": r.dtype, "shape": list(r.shape), "call": r.call, "seq": r.seq, "hash": r.hash,
                        "stats": stats}  # fmt: skip
 
@@ -644,6 +646,20 @@ def _picked(space: RowSpace, at: np.ndarray) -> list[Segment]:
                 drafts = None if s.drafts is None else 0
                 found.append(replace(s, pos=s.pos + n, n=1, row=s.row + n, drafts=drafts))
     return found
+
+
+SAMPLE = 4096
+"""As capture/taps/params.py has it (a test holds the two equal)."""
+
+
+def _rounded_hashes(values: np.ndarray) -> Iterator[str]:
+    """`Record.rounded` of a weight's values: what a run in 16 bits has of the same checkpoint."""
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore"):
+        both = {"bfloat16": round_to_bfloat16(flat.astype(np.float32)), "float16": flat.astype(np.float16)}
+        for name, data in both.items():
+            for some in (data, data[:: max(1, -(-len(data) // SAMPLE))]):
+                yield f"{name}:{xxhash.xxh3_128_hexdigest(some.tobytes())}"
 
 
 def is_once_a_row(r: Record) -> bool:

@@ -4,7 +4,7 @@ The problem: a reference takes a `Call` with parameters, attributes and what oth
 live objects, on a device, changed in place by the call itself. The idea: inputs are copied to the host before the
 call; afterwards the same `Call` is made that calls/records.py makes from a dump, the reference computes in float64 on
 the host, and its value is rounded once to the output's dtype (`rounded_once`). Where the call wrote its output into an
-input, so does healing; elsewhere the result gets a new tensor, since the old one may be what somebody else still reads.
+input, so does healing; elsewhere the result gets a new tensor, since the old one may be what other code still reads.
 Experts: what should have been chosen follows from the gate's logits, so that a wrong router is healed too.
 Not here: which modules, when, and what is reported (healing.py); keys and values of earlier steps (written_rows.py).
 """

@@ -1,10 +1,10 @@
 """Every number of the judge, with where it comes from.
 
-The problem: nobody can tell which tuned number condemned an operator on another machine. The idea: each is *derived* (a
-formula), *measured* (a script remakes it) or *chosen* (a reason) and stands here with that word; a test fails for a
-number without a source or elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from clean pairs. u is
-one rounding of the tensor's dtype (floor.py). Most limits are quantiles at one false-alarm rate (statistic.py). Not
-here: the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
+The problem: it cannot be determined which tuned number condemned an operator on another machine. The idea: each is
+*derived* (a formula), *measured* (a script remakes it) or *chosen* (a reason) and stands here with that word; a test
+fails for a number without a source or elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from clean
+pairs. u is one rounding of the tensor's dtype (floor.py). Most limits are quantiles at one false-alarm rate
+(statistic.py). Not here: the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NARROW = 16
 """chosen: elements of a row up to which it is one factor or a few (a gate, the weights of chosen experts): its error
 has nothing to average over."""
 FEWEST_STEPS = 2
-"""derived: steps of either kind, before "in both alike" is said."""
+"""derived: steps of either kind, before "in both alike" is reported."""
 LEAST_SPREAD = 0.05
 """chosen: powers of two; errors of places that agree to 3 % agree by chance. Below that a spread is not believed."""
 
@@ -110,26 +110,26 @@ order."""
 # --- words: when a sentence is said of rows and columns ---------------------------------------------------------------
 
 AGREE = 0.95
-"""chosen: a condition is said where it holds for so many bad rows, and so many within it are bad."""
+"""chosen: a condition is reported where it holds for so many bad rows, and so many within it are bad."""
 AGREE_MOSTLY, MOST_ROWS, NEARLY_ALL = 0.85, 0.8, 0.9
 """chosen: "mostly" from there; "most rows" from there; what holds for more of all rows than this separates none."""
 SIMPLER = 0.02
-"""chosen: of conditions that agree as well, but for this, the simplest is said."""
+"""chosen: of conditions that agree as well, but for this, the simplest is reported."""
 BAD_PART, BAD_PART_NARROW, HIGH_PART = 3.0, 20.0, 3.0
 """chosen: a row is bad with a third of what the typical of the worst rows has, a twentieth where few columns are bad;
 the worst are those with a third of the largest or more."""
 FACTOR_ALIKE, FACTOR_SHARE, FACTOR_LEAST, ZERO = 0.2, 0.85, 1e-3, 0.01
-"""chosen: a scale is said where rows agree within a fifth, it is 85 % of the error, and more than a thousandth; a
+"""chosen: a scale is reported where rows agree within a fifth, it is 85 % of the error, and more than a thousandth; a
 scale below a hundredth is "zero"."""
 EXPERT_CHANCE, EXPERT_OTHER, EXPERT_RARE = 1e-6, 0.6, 1.3
-"""chosen: one expert is said where chance gives it all bad rows once in a million, and no other has 60 % as many that
-are more than its share."""
+"""chosen: one expert is reported where chance gives it all bad rows once in a million, and no other has 60 % as many
+that are more than its share."""
 EXPERT_SHARE, EXPERT_ONLY = 0.75, 0.97
 """chosen: of the bad rows, for "mostly" and for "only" that expert's."""
 COLUMNS_MOST, COLUMNS_CLEAR = 0.6, 5.0
-"""chosen: columns are said where no more than this part is bad, and the others are five times better."""
+"""chosen: columns are reported where no more than this part is bad, and the others are five times better."""
 COLUMN_ALIKE, COLUMN_SHARE = 0.25, 0.7
-"""chosen: a scale of columns is said where they agree within a quarter and it is 70 % of their error."""
+"""chosen: a scale of columns is reported where they agree within a quarter and it is 70 % of their error."""
 HEAD_BAD, HEAD_GOOD = 0.7, 0.2
 """chosen: a head is bad with so many bad columns, and good with no more than so many."""
 HALF_OF_STEPS = 0.5
@@ -138,10 +138,10 @@ GRAPH_KINDS = 5
 """derived: the kinds of steps that shape.py tries, over which the chance is divided as Bonferroni's inequality
 asks: replayed, not replayed, sizes, padding, a size with padding."""
 GRAPH_CHANCE = 0.01
-"""chosen: a kind of step is said where wrong steps dealt out at random would all be of it less than once in a hundred.
-It words an origin that was found beyond chance already, so that it is no matter of RATE."""
+"""chosen: a kind of step is reported where wrong steps dealt out at random would all be of it less than once in a
+hundred. It words an origin that was found beyond chance already, so that it is no matter of RATE."""
 RANGE_FULL = 0.8
-"""chosen: a range of columns is said where so many of it are bad."""
+"""chosen: a range of columns is reported where so many of it are bad."""
 FEW_LISTED, BOUNDS_TRIED, TAIL_PART, HEAD_LEAST = 4, 512, 64, 4
 """chosen: numbers that a sentence lists; bounds of positions that are tried; the last 1/64 of columns is the tail;
 heads narrower than four columns are none."""

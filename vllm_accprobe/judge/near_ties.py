@@ -13,6 +13,7 @@ here: what a request's parameters make of logits (sampling_rules.py), finding fl
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,20 +174,43 @@ class Choices:
         return Choices(wrong, tie, unruled, unknown)
 
 
+Since = tuple[np.ndarray, np.ndarray]
+"""Subjects of requests, sorted, and a position of each."""
+
+
+def _since(first: Mapping[int, int]) -> Since:
+    who = np.array(sorted(first), np.int64)
+    return who, np.array([first[w] for w in who.tolist()], np.int64)
+
+
+def _reached(keys: np.ndarray, since: Since) -> np.ndarray:
+    """bool [len(keys)]: rows at or after their request's position."""
+    who, first = since
+    if not len(who):
+        return np.zeros(len(keys), bool)
+    at = np.minimum(np.searchsorted(who, subject(keys)), len(who) - 1)
+    return (who[at] == subject(keys)) & (position(keys) >= first[at])
+
+
 @dataclass
-class Rerouted:
-    """first: request's subject → first position that cannot be judged any more. rows: how many rows that concerns.
-    unruled, unknown: how many choices (rows of a router) had no margin, see `Choices`; wrong: how many were wrong."""
+class Routing:
+    """Rows that other experts may have computed, request by request.
+
+    first: request's subject → first position that was sent elsewhere: from there on nothing can be judged. lost: the
+    first one whose experts some router so far did not compare: a pack has few rows, and attention behind a router reads
+    all. computed: sorted keys of the rows that were computed; none where all of these are compared. seen: whether any
+    choice was compared. left: why → keys of rows that are not judged. unruled, unknown: how many choices (rows of a
+    router) had no margin, see `Choices`; wrong: how many were wrong."""
 
     first: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, int] = field(default_factory=dict)
+    computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    seen: bool = False
+    left: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unruled: int = 0
     unknown: int = 0
     wrong: int = 0
-    _seen: set[int] = field(default_factory=set)
-
-    @property
-    def rows(self) -> int:
-        return len(self._seen)
+    _read: Since = field(default_factory=lambda: _since({}))
 
     def judge(
         self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[TensorErrors]
@@ -217,56 +241,36 @@ class Rerouted:
         return (worst > 0) & (worst <= limit)
 
     def add(self, keys: np.ndarray) -> None:
+        """Rows that were sent elsewhere."""
         for who, at in zip(subject(keys).tolist(), position(keys).tolist(), strict=True):
             self.first[who] = min(at, self.first.get(who, at))
 
     def after(self, keys: np.ndarray) -> np.ndarray:
         """bool [len(keys)]: rows at or after a rerouted row of their request."""
-        mask = np.zeros(len(keys), bool)
-        for who, first in self.first.items():
-            mask |= (subject(keys) == who) & (position(keys) >= first)
-        self._seen.update(keys[mask].tolist())
+        mask = _reached(keys, _since(self.first))
+        self.left[ROWS_AFTER].update(keys[mask].tolist())
         return mask
 
-
-@dataclass
-class UnseenExperts:
-    """Rows that read earlier ones which a near tie may have sent elsewhere without being seen: a pack has few rows, and
-    attention behind a router reads all.
-
-    computed: sorted keys of the rows that were computed; none where all that were computed are compared. first:
-    request's subject → first position whose experts some router so far did not compare."""
-
-    computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    first: dict[int, int] = field(default_factory=dict)
-    rows: set[int] = field(default_factory=set)
-    _read: tuple[np.ndarray, np.ndarray] | None = None
-
-    def add(self, routed: np.ndarray) -> None:
-        """routed: keys of the rows whose experts the next router compared. A row that was not computed for its request
-        (a shared prefix in the cache) is any request's row at that position."""
-        missing = self.computed[~np.isin(self.computed, routed)]
+    def compared(self, keys: np.ndarray) -> None:
+        """keys: rows whose experts the next router compared. A row that was not computed for its request (a shared
+        prefix in the cache) is any request's row at that position."""
+        missing = self.computed[~np.isin(self.computed, keys)]
         places = np.unique(position(missing))
         for who in np.unique(subject(self.computed)).tolist() if len(missing) else ():
             own = position(self.computed[subject(self.computed) == who])
             lost = position(missing[subject(missing) == who])
             shared = places[(places < own[-1]) & ~np.isin(places, own)]
             for at in (*lost[:1].tolist(), *shared[:1].tolist()):
-                self.first[who] = min(at, self.first.get(who, at))
+                self.lost[who] = min(at, self.lost.get(who, at))
 
     def mixed(self) -> None:
         """A module that mixes rows follows: what the routers so far did to earlier rows reaches later ones."""
-        if self.first:
-            who = np.array(sorted(self.first))
-            self._read = who, np.array([self.first[w] for w in who.tolist()])
+        who, first = _since(self.lost)
+        self._read = who, first + 1
 
     def behind(self, keys: np.ndarray) -> np.ndarray:
         """bool [len(keys)]: rows that earlier rows without compared experts may have changed."""
-        if self._read is None:
-            return np.zeros(len(keys), bool)
-        who, first = self._read
-        at = np.minimum(np.searchsorted(who, subject(keys)), len(who) - 1)
-        return (who[at] == subject(keys)) & (position(keys) > first[at])
+        return _reached(keys, self._read)
 
 
 _MONOTONE = ("softmax", "sigmoid")
@@ -314,7 +318,7 @@ def experts_of(attrs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def unknown_routers(attrs: Mapping[str, Mapping[str, Any]], known: Iterable[str]) -> list[str]:
-    """Modules that hold experts, whose choices nobody can check. attrs: by tap; known: taps whose router's logits or
+    """Modules that hold experts, whose choices cannot be checked. attrs: by tap; known: taps whose router's logits or
     chosen experts both dumps have."""
     seen = list(known)
     return [tap for tap in experts_of(attrs) if not any(in_front_of(k, tap) or k.startswith(tap + ".") for k in seen)]
@@ -373,8 +377,9 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """What changed one side's row of logits before sampling. by: in words, empty for nothing; None: nobody wrote it
-    down. grammar: hash of a grammar's bitmask. left: the best logits after it, None where they were not recorded."""
+    """What changed one side's row of logits before sampling. by: in words, empty for nothing; None: it was not
+    recorded. grammar: hash of a grammar's bitmask. left: the best logits after it, None where they were not
+    recorded."""
 
     by: tuple[str, ...] | None = None
     grammar: str | None = None

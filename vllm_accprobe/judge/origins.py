@@ -252,7 +252,7 @@ class Origin:
     hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
     trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
     chance: the probability that machines that only round show this anywhere in the comparison; None where it is not
-    known. unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py). blind: what lies in
+    known. unproved: a router that was not captured may have sent the rows elsewhere (near_ties.py). blind: what lies in
     front was compared, but in none of these rows (a pack has the best logits of all rows, the logits of some)."""
 
     tap: str
@@ -373,12 +373,12 @@ class _Search:
 
     def _reads_earlier(self, tap: str, sink: TensorErrors) -> bool:
         """Whether earlier rows of a request may reach ``sink`` by something else than its sources' rows: operators in
-        front of it that nobody saw, or the module itself."""
+        front of it that was not captured, or the module itself."""
         return sink.gap > 0 or self.tree.mixes_itself(tap)
 
     def _untapped(self, tap: str, sink: TensorErrors) -> bool:
-        """Whether operators that nobody saw lie between ``sink`` and what is in front of it: whole layers, or, where
-        inputs were captured elsewhere, those that lead to a leaf without any (inside a compiled graph)."""
+        """Whether operators that were not captured lie between ``sink`` and what is in front of it: whole layers, or,
+        where inputs were captured elsewhere, those that lead to a leaf without any (inside a compiled graph)."""
         leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
         return sink.gap > 0 or (leaf and self._takes_inputs and not self.by_tap[tap][INPUT])
 
@@ -500,7 +500,7 @@ class _Search:
 
 def owner(tap: str, sink: TensorErrors) -> str:
     """The module in whose body ``sink`` lies, a place between the children of ``tap``: the nearest one that encloses
-    it, be it that nobody saw its tensors (inside a compiled graph only some modules are tapped), else ``tap``."""
+    it, also if its tensors were not captured (inside a compiled graph only some modules are tapped), else ``tap``."""
     if sink.kind != INPUT or sink.tap == tap:
         return tap
     # What holds numbered modules is a container: the one above it computes.

@@ -269,7 +269,7 @@ NO_GRAPH = 0
 @dataclass(frozen=True)
 class GraphRows:
     """Rows of one place, arrays of one length. step: of mine; size: of the graph that computed it, NO_GRAPH, or -1
-    where it is not known; padding: rows of it that are nobody's; request, position: as RowFacts'; bad: whether
+    where it is not known; padding: rows of no request; request, position: as RowFacts'; bad: whether
     wrong."""
 
     step: np.ndarray
@@ -283,7 +283,7 @@ class GraphRows:
 @dataclass(frozen=True)
 class Condition:
     """kind: ``size``, ``padding``, ``size and padding``, ``replayed``, ``plain`` (without a graph) or ``alike``.
-    sizes: captured sizes that are meant; padded: (rows that are nobody's, rows) of its wrong steps."""
+    sizes: captured sizes that are meant; padded: (rows of no request, rows) of its wrong steps."""
 
     kind: str
     sentence: str
@@ -313,7 +313,7 @@ def _only(rows: GraphRows, mask: np.ndarray) -> GraphRows:
 
 
 def _candidates(rows: GraphRows) -> Iterator[tuple[np.ndarray, int, Condition]]:
-    """(its rows, how many kinds like it there are, what is said), the simplest first."""
+    """(its rows, how many kinds like it there are, what is reported), the simplest first."""
     replayed = rows.size > NO_GRAPH
     padded = rows.padding > 0
     sizes = np.unique(rows.size[replayed])
@@ -369,7 +369,8 @@ def _chance(steps: int, inside: int, wrong: int, hits: int) -> float:
 
 
 def _alike(rows: GraphRows) -> Condition | None:
-    """Said where steps with and without a graph were compared, several of each, and nearly all of both are wrong."""
+    """Reported where steps with and without a graph were compared, several of each, and nearly all of both are
+    wrong."""
     replayed = rows.size > NO_GRAPH
     for mask in (replayed, ~replayed):
         if len(np.unique(rows.step[mask])) < c.FEWEST_STEPS or _share(rows, mask) < c.MOST_ROWS:
@@ -389,14 +390,14 @@ def _paddings(rows: GraphRows, mask: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _nobodys(found: Sequence[tuple[int, int]]) -> str:
-    """`` (3 of 8 rows are nobody's)``."""
+    """`` (3 of 8 rows are padding)``."""
     if not found:
         return ""
     if len(found) <= c.FEW_LISTED:
         parts = [f"{p} of {s}" for p, s in found]
     else:
         parts = [f"{min(p for p, _ in found)} to {max(p for p, _ in found)} of up to {max(s for _, s in found)}"]
-    return f" ({_and(parts)} rows are nobody's)"
+    return f" ({_and(parts)} rows are padding)"
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -454,8 +455,8 @@ def _span(paths: Sequence[str]) -> str:
 
 
 def entry(condition: Condition | None, place: InPiece | None, padding: str = "") -> dict[str, Any] | None:
-    """compare.json's ``graph`` of an origin; None where neither is known. padding: what stood in the rows that are
-    nobody's, where it is known."""
+    """compare.json's ``graph`` of an origin; None where neither is known. padding: what stood in the rows of no
+    request, where it is known."""
     if condition is None and place is None:
         return None
     text = condition.sentence if condition is not None else ""

@@ -114,7 +114,7 @@ class TensorErrors:
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
     statistics of independent ones describe. doubted: sorted keys of rows that may differ by earlier rows that were not
-    compared (near_ties.UnseenExperts).
+    compared (near_ties.Routing).
     """
 
     tap: str
@@ -167,7 +167,7 @@ class TensorErrors:
 
     @property
     def broken_keys(self) -> np.ndarray:
-        """The rows where mine holds NaN or infinity and golden does not; none where nobody looked."""
+        """The rows where mine holds NaN or infinity and golden does not; none where it was not checked."""
         return self.keys[self.broken] if len(self.broken) == len(self.keys) else self.keys[:0]
 
 

@@ -80,7 +80,7 @@ class State:
         return next(iter(self.forms.values()))
 
     def written(self) -> np.ndarray | None:
-        """How often each row was written, int64 [rows]; None where nobody looked."""
+        """How often each row was written, int64 [rows]; None where it was not checked."""
         p = self.given or self.lies
         return None if p is None else times(p)
 
@@ -141,7 +141,7 @@ def times(p: journal.WeightPrint) -> np.ndarray | None:
 
 
 def differing(a: journal.WeightPrint, b: journal.WeightPrint) -> np.ndarray | None:
-    """Rows in which two prints of one shape differ; None where they cannot be told."""
+    """Rows in which two prints of one shape differ; None where they cannot be determined."""
     if a.shape != b.shape:
         return None
     x, y = a.sums(), b.sums()
@@ -286,7 +286,7 @@ def _never_written(
 ) -> Iterator[tuple[Place, journal.WeightPrint, np.ndarray, str]]:  # fmt: skip
     """(place, print, the rows that nothing wrote, why that is wrong) after loading: memory that was made empty is wrong
     whatever it holds; memory that the module filled, where the same parameter of another layer was written. times: of a
-    print, how often each row was written, None where nobody watched."""
+    print, how often each row was written, None where it was not observed."""
     written: Counter[str] = Counter()
     found: list[tuple[Place, journal.WeightPrint, np.ndarray]] = []
     for place, state in states.items():
@@ -320,7 +320,7 @@ def _unwritten(
         before, now = first[place].written(), state.written()
         if before is None or not before.any():
             continue
-        if now is None:  # it lies in a form that nobody could look at
+        if now is None:  # it lies in a form that could not be examined
             continue
         if len(now) != len(before):
             now = np.full(len(before), int(now.any()))
@@ -426,7 +426,7 @@ def weights_between(golden: journal.Lives, mine: journal.Lives) -> dict[str, Any
     own = {(f.rank, f.tap, f.name): f for f in reversed(alone[1])}
     known = {(f.rank, f.tap, f.name) for f in alone[0]}
     between = [f for f in between if not _follows(f, own.values(), sides[1])]
-    # What mine's own life explains is said by that; a fault that both have cannot be what is between them.
+    # What mine's own life explains is reported by that; a fault that both have cannot be what is between them.
     explained = [own.get((f.rank, f.tap, f.name), f) for f in between]
     rest = [f for f in alone[1] if f not in explained and (f.rank, f.tap, f.name) not in known]
     both = [f for f in alone[1] if (f.rank, f.tap, f.name) in known and f not in explained]

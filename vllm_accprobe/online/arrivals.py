@@ -344,7 +344,7 @@ class RankTail:
                 self.at += len(part)
 
     def abandoned(self) -> bool:
-        """Whether nobody writes this journal any more: its writer holds a lock on it until it ends. Raises OSError."""
+        """Whether this journal is no longer written: its writer holds a lock on it until it ends. Raises OSError."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             return lock(fd)
@@ -367,7 +367,7 @@ class RankTail:
             size *= 4
 
     def _note_payload(self, line: bytes, need: dict[int, int]) -> None:
-        """Notes the bytes that a line names. A line that nobody understands names none; the receiver counts it."""
+        """Notes the bytes that a line names. A line that is not understood names none; the receiver counts it."""
         self.lines += 1
         try:
             e = orjson.loads(line)

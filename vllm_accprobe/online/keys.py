@@ -60,7 +60,7 @@ def read_keys(path: Path, block: str) -> Keys:
         raise DumpError(f"{path} is no JSON object")
     found = tree.get(block)
     if not isinstance(found, dict):
-        raise DumpError(f'{path} has no "{block}" block, which says where the line goes')
+        raise DumpError(f'{path} has no "{block}" block, which says where the connection goes')
     if found.get(_SWITCH[block]) is not True:
         raise DumpError(f"{path}: {block}.{_SWITCH[block]} is not true: this configuration is not for an online check")
     where = f"{path}: {block}"

@@ -118,7 +118,7 @@ def _why(error: Exception) -> str:
 
 
 _KINDS = 200
-"""Chosen: pairs of address and reason that are told apart; beyond them all are one."""
+"""Chosen: pairs of address and reason that are distinguished; beyond them all are one."""
 
 
 class Refusals:
@@ -171,7 +171,7 @@ def context(folder: Path, side: str) -> ssl.SSLContext:
     names = [folder / name for name in (CA, f"{side}.crt", f"{side}.key")]
     missing = [path.name for path in names if not path.is_file()]
     if missing:
-        more = " (msprobe's server.key and server.crt alone hide the line, and prove to nobody who is there)"
+        more = " (msprobe's server.key and server.crt alone encrypt, and do not prove who is there)"
         raise TlsError(f"{folder} has no {', no '.join(missing)}: docs/online.md tells how to make them"
                        f"{more if CA in missing or side == CLIENT else ''}")  # fmt: skip
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == SERVER else ssl.PROTOCOL_TLS_CLIENT)
@@ -331,7 +331,7 @@ class Receiver:
         """Everything that one line brings."""
         before, arrival.wire = arrival.wire, wire
         if before is not None:
-            before.cut()  # a line that nobody speaks on any more: its sender has made a new one
+            before.cut()  # a connection that is no longer used: its sender has made a new one
         if not arrival.turn.acquire(timeout=_TURN_S):
             wire.refuse(f"rank {rank} is still being written by another line", again=True)
             return

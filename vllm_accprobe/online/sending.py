@@ -1,4 +1,4 @@
-"""A dump sent: all of its ranks, each by its own sender, from a process that serves nobody.
+"""A dump sent: all of its ranks, each by its own sender, from a process that serves no requests.
 
 The problem: a line breaks, a folder has no line, and a receiver may be slower than the capture. The idea: one sender
 for both, with a thread for each rank. It asks for an answer (SYNC) after at most four megabytes, and sends no more than
@@ -34,7 +34,7 @@ ALIVE_S = 10.0
 ANSWER_S = 900.0
 """Chosen: how long a receiver may make a sender wait: it checks, and takes nothing while much is unchecked."""
 IDLE_S = 30.0
-"""Chosen: a journal that nobody has locked and that does not grow is over after this time."""
+"""Chosen: a journal that is not locked and that does not grow is over after this time."""
 
 
 class RankSender:
@@ -168,7 +168,7 @@ class RankSender:
         if not self.follow or self.tail.ended:
             return True
         if quiet > IDLE_S and self.tail.abandoned():
-            self._say(f"rank {self.rank}: its journal has no end and nobody writes it any more: sent as it is")
+            self._say(f"rank {self.rank}: its journal has no end and is no longer written: sent as it is")
             return True
         return False
 

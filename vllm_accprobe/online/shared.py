@@ -113,7 +113,7 @@ class FolderWire:
             if taken != before:
                 since, before = time.monotonic(), taken
             elif time.monotonic() - since > self._patience:
-                raise NotSent(f"rank {self._rank}: nobody has taken {self._folder} for {self._patience:.0f} s")
+                raise NotSent(f"rank {self._rank}: {self._folder} was not taken for {self._patience:.0f} s")
             self._stop.wait(POLL_S)
         return frames.HAVE, b"{}"
 

@@ -236,7 +236,7 @@ class Params(dict[str, Tensor]):
         return super().get(name, default)
 
     def once(self, what: Any, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` gives; what was made before under this name, which nobody may change."""
+        """What ``make`` gives; what was made before under this name, which may not be changed."""
         found = self._made.get(what)
         if found is None:
             found = make()

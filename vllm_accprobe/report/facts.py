@@ -174,8 +174,8 @@ def alarms(comparison: Comparison) -> str | None:
 
 
 def origin_factor(origin: OriginEntry) -> float | None:
-    """How many times its own limit an origin's worst row reaches, the one factor that is said of it; infinite for NaN
-    and for what must be equal, None where nobody measured it."""
+    """How many times its own limit an origin's worst row reaches, the one factor that is reported of it; infinite for
+    NaN and for what must be equal, None where it was not measured."""
     created, known = origin.get("created"), origin.get("times")
     if isinstance(created, float) and not math.isfinite(created):
         return math.inf
@@ -185,8 +185,8 @@ def origin_factor(origin: OriginEntry) -> float | None:
 
 
 def origin_size(origin: OriginEntry) -> float | None:
-    """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where nobody
-    measured it."""
+    """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where it was
+    not measured."""
     created, limit, found = origin.get("created"), origin.get("floor"), origin_factor(origin)
     if limit and found is not None and math.isfinite(found):
         return float(limit * found)
@@ -278,8 +278,8 @@ def introduced_by(origin: OriginEntry) -> str:
 
 
 def deed(origin: OriginEntry) -> str:
-    """What an origin does. A file's tensor, of which it is not known what went in, is not said to create anything, and
-    a module with another constant, or with other weights, computes what it was built to."""
+    """What an origin does. A file's tensor, of which it is not known what went in, is not reported to create anything,
+    and a module with another constant, or with other weights, computes what it was built to."""
     if is_cache(origin):
         return "is wrong"
     if of_runner(origin):

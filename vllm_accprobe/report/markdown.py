@@ -3,7 +3,7 @@
 The problem: names come from dumps; Markdown has many ways to turn one into markup, and a workflow command is a line of
 the log. The idea: names stand in code spans with a fence longer than any run of backticks in them, pipes escaped; what
 is printed as a command is one `safe` line, escaped as the runner unescapes it: %, CR, LF, and ``:`` and ``,`` in
-properties [actions/toolkit, packages/core/src/command.ts]. Not here: what is said (facts.py).
+properties [actions/toolkit, packages/core/src/command.ts]. Not here: what is reported (facts.py).
 """
 
 from __future__ import annotations

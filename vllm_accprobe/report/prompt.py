@@ -1,7 +1,7 @@
 """A request's prompt: its token ids, what is missing of them and why, and its text.
 
 The problem: a report names a request, and the prompt is a user's text, which no report repeats. The idea: it is printed
-where somebody asks for it, from the ids next to the stored rows, with the positions that no stored row computed and
+where it is requested, from the ids next to the stored rows, with the positions that no stored row computed and
 what to set so that they are. Ids become text by a tokenizer.json that the user names; nothing is downloaded or stored.
 """
 

@@ -407,8 +407,8 @@ def _texts(e: Evaluation) -> list[str]:
     empty = [sum(pair[side].response == digest("") for pair in e.matched.pairs) for side in (0, 1)]
     if any(empty):
         out.append(f"empty answers: golden {empty[0]:,}, mine {empty[1]:,}")
-    return [*out, "to test right and wrong, name the scored files: OpenCompass' results/ (--dump-eval-details), "
-            "evalscope's reviews/"]  # fmt: skip
+    return [*out, "to test right and wrong, name the scored files: results/ of OpenCompass or AISBench "
+            "(--dump-eval-details), evalscope's reviews/"]  # fmt: skip
 
 
 def sentence(c: Contrast, among: int, rate: float) -> str:

@@ -72,7 +72,7 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
 
 
 def _list(items: Sequence[T], n: int | None, where: str, say: Callable[[T], list[str]]) -> list[str]:
-    """What is said of the first ``n``, None for all, and where the others are."""
+    """What is reported of the first ``n``, None for all, and where the others are."""
     shown = items[:n]
     return [x for item in shown for x in say(item)] + [f"  {x}" for x in more(len(items), len(shown), where)]
 

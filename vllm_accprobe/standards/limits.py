@@ -91,7 +91,7 @@ EXACT = Limits(0.0, 0.0, 0.0)
 
 def narrowest(tap: str, cls: str, width: int) -> float:
     """How narrow a row of ``width`` elements may have been inside the module that gave it out: less than it is now in
-    experts, which compute their intermediate inside one kernel, where nobody sees it."""
+    experts, which compute their intermediate inside one kernel, where it is not visible."""
     holds = _EXPERTS.search(cls or tap.rpartition(".")[2])
     return width / EXPERTS_NARROWER if holds else float(width)
 
@@ -128,7 +128,7 @@ class Standard:
         return self._limits(self.total * unit * (1.0 + max(depth, 0)) ** self.growth, width)
 
     def gap_limits(self, unit: float, width: float, layers: int) -> Limits:
-        """What operators that nobody saw, of ``layers`` layers, may add: as much as may pile up in these."""
+        """What operators that were not captured, of ``layers`` layers, may add: as much as may pile up in these."""
         one = self.created_limits(unit, width)
         return one.at_least(self.total_limits(unit, width, layers).row) if layers else one
 

@@ -1,7 +1,7 @@
 """Which call feeds which, from the tensors that a dump recorded, as a graph; and its tree of modules as lines.
 
 The problem: a dump has inputs and outputs of calls, and no edges; what source code computes between two modules was
-recorded by nobody. The idea: a tensor is known by the hash of its bytes, or by dtype, shape and statistics; an input is
+not recorded. The idea: a tensor is known by the hash of its bytes, or by dtype, shape and statistics; an input is
 the latest earlier output of equal bytes, or the model's own input. What no call gave is searched among what the caller
 had (align/derived.py); what is still missing comes from a node ``NotRecorded`` that says it is a guess, and for an
 operator from outside. In the tree, neighbours that are alike inside share one line. Not here: files (model_graph.py).

@@ -2,14 +2,17 @@
 
 import numpy as np
 import pytest
+import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
+from vllm_accprobe.capture.taps import params as captured
 from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params, is_computed
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
+from vllm_accprobe.golden.pack import SAMPLE, _rounded_hashes
 from vllm_accprobe.standards.limits import Standard
 
 
@@ -21,7 +24,8 @@ class Store:
         return self.data[record.payload.off]
 
 
-def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=None, stats=None):
+def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=None, stats=None, hash=None,
+          role="param.weight", rounded=None):
     records = []
     for rank, bits in enumerate(pieces):
         off = len(store.data)
@@ -29,8 +33,8 @@ def group(store, pieces, *, dtype="float32", payload=True, sample=None, layouts=
         layout = layouts[rank] if layouts else REPLICATED
         where = Payload(0, off, bits.nbytes) if payload else None
         records.append(
-            Record(rank, None, "m", "Linear", "param.weight", 0, 0, dtype, bits.shape, None, 0, stats, None, layout,
-                   where, sample)
+            Record(rank, None, "m", "Linear", role, 0, 0, dtype, bits.shape, None, 0, stats, hash, layout,
+                   where, sample, rounded=rounded)
         )  # fmt: skip
     members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
     return Group(tuple(records), (0, None), None, plan_merge(members))
@@ -96,6 +100,31 @@ def test_fingerprints():
     near = Stats(24, 0.0, 3.3, 1.6, 9.01, 0, 0)
     assert run(bare(None, stats=stats), bare(None, stats=near, dtype="bfloat16")).equal is True
     assert run(bare(None, stats=stats), bare(None, stats=Stats(24, 0.0, 3.3, 1.6, 9.9, 0, 0))).equal is False
+
+
+def test_a_pack_of_float32_against_16_bits():
+    def golden(values, **more):
+        hashes = " ".join(_rounded_hashes(values))
+        return lambda s: group(s, [values], payload=False, stats=Stats(24, *[1.0] * 4, 0, 0), rounded=hashes, **more)
+
+    def mine(values, **more):
+        bits = round_to_bfloat16(values)
+        more = {"hash": xxhash.xxh3_128_hexdigest(bits)} | more
+        return lambda s: group(s, [bits], dtype="bfloat16", stats=Stats(24, *[1.0] * 4, 0, 0), **more)
+
+    other = W.copy()
+    other[3, 1] *= 1.01
+    for sides in ((golden(W), mine(W)), (mine(W), golden(W)), (golden(W), mine(W, payload=False))):
+        found = run(*sides)
+        assert (found.equal, found.by) == (True, "hash in 16 bits")
+    found = run(golden(W), mine(other))
+    assert (found.equal, found.by) == (False, "hash in 16 bits")
+    assert run(golden(W), mine(other, role="param.cos_sin_cache")).by == "statistics"  # each run computes it
+    assert run(golden(W), mine(other, hash="crc32:1")).by == "statistics"
+    wide = np.arange(3 * SAMPLE, dtype=np.float32)
+    assert SAMPLE == captured.SAMPLE
+    sample = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(round_to_bfloat16(wide)[::3]))
+    assert run(golden(wide), mine(wide, hash=None, sample=sample)).equal
 
 
 def test_packed_against_plain_is_skipped_with_its_reason():

@@ -86,7 +86,7 @@ def test_what_stood_in_padding(golden: Any, values: Any, said: str) -> None:
             mine.padding.append(mine.records.pop())
     result = compare(capture(prompts=many, together=False, tokens=2), mine)
     graph = result.origins[0]["graph"]
-    assert graph["sentence"].startswith("only in steps with padding (1 of 4 rows are nobody's) (piece 1: ")
+    assert graph["sentence"].startswith("only in steps with padding (1 of 4 rows are padding) (piece 1: ")
     assert graph["in_padding"].startswith(f"rows of padding hold {said}" if said else "")
     assert bool(graph["in_padding"]) == bool(said)
     assert graph["sentence"].endswith(graph["in_padding"])

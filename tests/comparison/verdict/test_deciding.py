@@ -109,8 +109,8 @@ OPEN = {
                             "mine ran as graphs, in which nothing is seen: eager, each module is",
                             mine_anew("eager", " VLLM_ACCPROBE_GRAPHS=0"))],
     "modules were left out": [(failed(mine_run=run(modules=["attention", "mlp"])),
-                               "mine kept only some modules (attention, mlp): the error may come from one that nobody "
-                               "saw", mine_anew("whole"))],
+                               "mine kept only some modules (attention, mlp): the error may come from one that was "
+                               "not captured", mine_anew("whole"))],
     "a flip could not be judged": [(make(tokens={"compared": 9, "flipped": UNJUDGED}),
                                     "1 flipped token may be near ties: the logits, which tell, were not captured",
                                     anew("logits", " VLLM_ACCPROBE_MODULES=logits")) for make in (failed, passed)],

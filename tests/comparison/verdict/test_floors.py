@@ -16,7 +16,7 @@ from vllm_accprobe.comparison.notes import unseen_routing
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.verdict.judging import add_undecided, settle, unrouted
 from vllm_accprobe.judge.calibration import FLOAT32, MARGIN, SECOND_RUN, Calibration, load
-from vllm_accprobe.judge.near_ties import Rerouted
+from vllm_accprobe.judge.near_ties import Routing
 from vllm_accprobe.judge.tensor_errors import NONFINITE, RowErrors
 from vllm_accprobe.standards import built_in
 
@@ -160,28 +160,28 @@ def settled(rerouted, *, whole=False, measure=0):
 
 
 def test_nothing_was_sent_elsewhere():
-    found, errors = settled(Rerouted())
+    found, errors = settled(Routing())
     assert (found.note, found.left, found.own.tolist()) == ("", None, [])
     assert errors.err.tolist() == [1.0] * 4
 
 
 def test_rows_from_the_near_tie_on():
-    found, errors = settled(Rerouted(first={1: 2}))
+    found, errors = settled(Routing(first={1: 2}))
     assert found.note == "2 rows after a router's near tie are not judged"
     assert found.left.tolist() == [False, False, True, True]
     assert (errors.err.tolist(), errors.ratio.tolist()) == ([1, 1, 0, 0], [2, 2, 1, 1])
 
 
 def test_a_tensor_without_rows_is_left_out_whole():
-    found, errors = settled(Rerouted(first={1: 3}), whole=True)
+    found, errors = settled(Routing(first={1: 3}), whole=True)
     assert found.note.startswith("not judged: its step has rows after a router's near tie")
     assert (found.left.all(), errors.err.tolist()) == (True, [0.0])
-    assert settled(Rerouted(first={9: 0}), whole=True)[0].left is None
+    assert settled(Routing(first={9: 0}), whole=True)[0].left is None
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_nan_is_judged_behind_a_near_tie_too(whole):
-    found, errors = settled(Rerouted(first={1: 0}), whole=whole, measure=NONFINITE)
+    found, errors = settled(Routing(first={1: 0}), whole=whole, measure=NONFINITE)
     assert (found.note, found.left, errors.err.min()) == ("", None, 1.0)
 
 
@@ -192,7 +192,7 @@ def test_nan_is_judged_behind_a_near_tie_too(whole):
       [True, False, True, True])],
 )  # fmt: skip
 def test_rows_whose_experts_were_not_compared(first, note, left):
-    found, errors = settled(Rerouted(first=first))
+    found, errors = settled(Routing(first=first))
     assert unrouted(found, errors, np.zeros(4, bool)) is found
     found = unrouted(found, errors, np.array([True, False, False, True]))
     assert (found.note, found.left.tolist()) == (note, left)
@@ -205,7 +205,7 @@ def test_logits_alone_tell_which_rows_are_left_out():
     err = np.array([0.01, 0.01, 0.5, 0.03])
     errors = RowErrors(err, np.ones(4), err, err, np.zeros(4, np.int8), np.zeros(4))
     part = Part("g", "m", 0, 0, (0, 0), None, "float32", 0, (8,))
-    rerouted = Rerouted()
+    rerouted = Routing()
     add_undecided(part, RowSet(keys), errors, rerouted, 2.0**-8, 0.04)
     assert not rerouted.first
     part.margins = np.array([[np.nan] * 3, [0.1, 0.1, 1.0], [1.0, 1.0, 2.0], [0.2, 0.0, 1.0]])

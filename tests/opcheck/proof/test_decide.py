@@ -87,6 +87,10 @@ def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
     assert result.verdict == "fail"
     assert (result.origins[0]["created"], result.origins[0]["floor"]) == (0.02, pytest.approx(0.002))
     assert result.notes[0] == "replay: 3 outputs of mine checked, 2 modules, each wrong for its own inputs"
+    loaded = comparison("first", verdict="fail")  # its operator is right
+    loaded.origins[0].update(role="param.weight", evidence="values")
+    result = judged(loaded, [], [checked("third", seq=1), checked("second", seq=9), checked("first", "pass")])
+    assert [o["module"] for o in result.origins] == ["first", "second", "third"]
 
 
 @pytest.mark.parametrize(("message", "text"), [

@@ -66,7 +66,7 @@ def test_memory_that_nobody_wrote_and_that_looks_like_numbers(kernels: MachineKe
     (row,) = said(kernels, f"{FILE}:accumulate_into_empty", "16x4096")
     assert row.status == "fail"
     assert json.loads(row.evidence)["kind"] == "memory"
-    assert "reads what nobody wrote" in row.message
+    assert "reads memory that was never written" in row.message
 
 
 def test_sums_in_another_order_are_a_remark_and_fail_where_one_is_strict(kernels: MachineKernels) -> None:

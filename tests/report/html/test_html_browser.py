@@ -332,10 +332,15 @@ def test_a_command_is_copied_as_it_is_typed(visit, browser):
         assert page.inner_text("#copied") == "Copied."
 
 
+CUT = """() => [...document.querySelectorAll("body *")].filter((e) => e.offsetParent && e.clientWidth
+    && getComputedStyle(e).overflowX === "hidden" && e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"""
+
+
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
-def test_nothing_of_it_sticks_out(visit, width, height):
+def test_nothing_of_it_sticks_out_or_is_cut(visit, width, height):
     page = visit(several(), width=width, height=height)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert width == 1024 or page.evaluate(CUT) == []
     for i in range(page.locator(".next button.copy").count()):
         box = page.locator(".next button.copy").nth(i).bounding_box()
         assert box["x"] + box["width"] <= width

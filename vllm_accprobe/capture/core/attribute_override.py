@@ -1,6 +1,6 @@
 """An attribute or a method of one object is replaced, and restored.
 
-The problem: forwards and methods of vLLM's objects are wrapped, which somebody else may have wrapped before, and which
+The problem: forwards and methods of vLLM's objects are wrapped, which other code may have wrapped before, and which
 a release may lack. The idea: the replacement is set on the object, not on its class, so that another engine in the
 process is not touched; what was in the instance's dictionary is put back, and where nothing was, nothing is left. A
 wrapped method keeps its original, for its signature (``__wrapped__``) and to recognise ours (``__accprobe__``).

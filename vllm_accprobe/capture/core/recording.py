@@ -126,7 +126,7 @@ class Recording:
         run: what run.json says, where this rank is the first to write it; see ``run_facts``.
         rank: the global one. parallel: what the journal's first line says of the others.
         layouts, find_space: see Session.
-        device: where the model computes; None: nobody knows, and tensors are in host memory.
+        device: where the model computes; None: unknown, and tensors are in host memory.
         contents: what goes into this dump, for the line that is printed where ``root`` has a dump of this rank and the
             next free directory (``root.2`` ...) is taken. Without it the directory is taken as it is.
         setting: what the user calls the directory: an OSError then becomes a ConfigError that begins with it.

@@ -304,7 +304,8 @@ class EncoderItem:
 
 @dataclass(frozen=True)
 class ItemRun:
-    """``n`` placeholders of ``item`` from its ``first`` on; an item of None is padding, whose rows are nobody's."""
+    """``n`` placeholders of ``item`` from its ``first`` on; an item of None is padding, whose rows are of no
+    request."""
 
     item: EncoderItem | None
     first: int
@@ -314,7 +315,7 @@ class ItemRun:
 @dataclass(frozen=True)
 class EncoderDataParallel:
     """What one rank computes of a step's distributed items. number: of the call in the step, from 1; runs: in the order
-    of its rows, None where nobody knows."""
+    of its rows, None where it is not known."""
 
     number: int
     runs: tuple[ItemRun, ...] | None

@@ -1,7 +1,7 @@
 """One rank's capture while it runs: the step in progress, and the way of a tensor from a tap to lines and bytes.
 
 The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
-some with rows that nobody wants, some on a device, while the model waits; and no error of the probe may reach the
+some with rows that are not selected, some on a device, while the model waits; and no error of the probe may reach the
 model. The idea: taps ask a Session for the StepState, None while nothing is captured; a failure is written down, said
 once, and sets the state to None for good. What is decided of a tap's tensor (rows, layout, the line as a template) is a
 Site, made once and again where dtype, form, strides or the step's rows change; `Session.take` then takes each tensor in
@@ -624,7 +624,7 @@ class Session:
         if space is not None:
             self.announce(state, space)
         elif part is not OPERATOR and not self.whole_step(state):
-            # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
+            # Not all rows of this step are wanted, and it is not known which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be distinguished, and not all requests are selected", role)
             return None
         if not is_plain(tensor):

@@ -99,7 +99,7 @@ class StagingRing:
         return RingPlace(near, host, skip + size, 0)
 
     def give_back(self, places: Iterable[RingPlace]) -> None:
-        """Nobody reads these any more, the oldest that were taken."""
+        """These are no longer read, the oldest that were taken."""
         with self._changed:
             for place in places:
                 self._used -= place.taken
@@ -107,7 +107,7 @@ class StagingRing:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Nothing will be given back in time; nobody waits any more."""
+        """Nothing will be given back in time; nothing waits any more."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()

@@ -119,7 +119,7 @@ class Line(NamedTuple):
 
 
 def stats_buffer(device: torch.device, *calls: int) -> torch.Tensor:
-    """A buffer that nobody has written to: int64, [WORDS] or [calls, WORDS], zeros."""
+    """A buffer that was not written yet: int64, [WORDS] or [calls, WORDS], zeros."""
     return torch.zeros(*calls, WORDS, dtype=torch.int64, device=device)
 
 

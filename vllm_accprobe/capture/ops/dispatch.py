@@ -89,7 +89,7 @@ _DENIED = {
     ),
 }  # fmt: skip
 FRESH = ("aten.empty", "aten.new_empty", "aten._empty")
-"""Beginnings of names of operators that give memory nobody has written to."""
+"""Beginnings of names of operators that give memory that was not written yet."""
 
 
 def by_default(op: str) -> str | None:
@@ -159,8 +159,9 @@ class Operator:
     """One overload of an operator.
 
     denied: why no call is captured, or None. view: what comes out may share memory with what goes in, and nothing is
-    written. overwrites: earlier values of a written argument do not matter. fresh: gives memory nobody has written to.
-    kernels: dispatch keys whose kernel is a Python function. taps: by module, the tap's name and whether it is wanted.
+    written. overwrites: earlier values of a written argument do not matter. fresh: gives memory that was not written
+    yet. kernels: dispatch keys whose kernel is a Python function. taps: by module, the tap's name and whether it is
+    wanted.
     """
 
     __slots__ = (
@@ -440,7 +441,7 @@ class Operators(TorchDispatchMode):
             return _UNLISTED
         if self._chosen is not None and module not in self._chosen:
             return "its module is not selected by VLLM_ACCPROBE_MODULES"
-        # Outside any module nobody may ask for the rows yet: the runner is still preparing them.
+        # Outside any module the rows may not be requested yet: the runner is still preparing them.
         if not self._session.everybodys and (module is None or not self._session.whole_step(state)):
             return "its rows cannot be distinguished, and not all requests are selected"
         return None
@@ -515,7 +516,7 @@ class Operators(TorchDispatchMode):
         return True
 
     def _note_memory(self, operator: Operator, args: Any, kwargs: Any, result: Any) -> None:
-        """Keeps the account of memory that nobody has written to."""
+        """Keeps the account of memory that was not written yet."""
         fresh = self._memory.fresh
         if operator.fresh:
             fresh.update(address(tensor) for tensor in tensors_in(result))

@@ -1,12 +1,13 @@
 """The ledger of one engine: which request wrote what into which block of the cache, and whether it is still there.
 
 The problem: a block that was written correctly may be read wrong: overwritten by another request, not written at all,
-replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes after the last
-write, and for each group and block who wrote it, when, which positions, and what happened to it since. Before a read
-the bytes are compared with that number; where they differ, the ledger tells the cases apart. In host memory the number
-is xxh3-64; on a device a sum of 32-bit words with odd weights modulo 2^64, which any one changed word changes. Numbers
-of a device arrive later: everything that touches the ledger is a small function, called at once or queued behind the
-copy it needs. One wrong block is wrong in every layer and step: findings are gathered by kind, block and reader.
+replaced by an older copy, changed without a known write. The idea: for each layer and block one number of its bytes
+after the last write, and for each group and block who wrote it, when, which positions, and what happened to it since.
+Before a read the bytes are compared with that number; where they differ, the ledger tells the cases apart. In host
+memory the number is xxh3-64; on a device a sum of 32-bit words with odd weights modulo 2^64, which any one changed word
+changes. Numbers of a device arrive later: everything that touches the ledger is a small function, called at once or
+queued behind the copy it needs. One wrong block is wrong in every layer and step: findings are gathered by kind, block
+and reader.
 
 Not here: which blocks are read and written (schedule.py), the metadata (checks.py), who calls this (observer.py).
 """
@@ -133,7 +134,7 @@ class GroupLedger:
         return [Mismatch(STALE, layer, int(block), how) for block in blocks[same]]
 
     def read(self, layer: int, blocks: np.ndarray, numbers: np.ndarray) -> list[int]:
-        """Indices of those whose bytes are not what was written. What nobody knew is known from now on."""
+        """Indices of those whose bytes are not what was written. What was unknown is known from now on."""
         known = self.known[layer, blocks]
         if known.all():
             return np.flatnonzero(self.now[layer, blocks] != numbers).tolist()
@@ -163,7 +164,7 @@ class GroupLedger:
         elif other >= 0:
             kind, how = OTHER, f"those of block {other}"
         else:
-            kind, how = CHANGED, "nobody's: no write is known that left them"
+            kind, how = CHANGED, "of no request: no write is known that left them"
         self.before[layer, block] = self.now[layer, block]
         self.now[layer, block] = found
         return Mismatch(kind, layer, block, f"the bytes are {how}", other)
@@ -192,7 +193,7 @@ class Findings:
         return external_ids(internal)[-1]
 
     def number(self, number: int) -> str:
-        """As the client calls the request of the ledger's ``number``; "" for nobody."""
+        """As the client calls the request of the ledger's ``number``; "" for none."""
         return self.name(self.schedule.names[number]) if 0 <= number < len(self.schedule.names) else ""
 
     def bytes(
@@ -240,7 +241,7 @@ class Findings:
         """``request 'a' (adapter a1)``, for a sentence. context: (adapter, salt)."""
         name = self.number(number)
         adapter = f" (adapter {context[0]})" if context[0] else ""
-        return f"request '{name}'{adapter}" if name else "nobody who is known"
+        return f"request '{name}'{adapter}" if name else "an unknown request"
 
     def _writer(self, ledger: GroupLedger, block: int) -> dict[str, Any]:
         events = tuple(f"{what} in step {step}" for step, what in ledger.events.get(block, ()))
@@ -277,7 +278,7 @@ class Findings:
 
 
 _MOST_REGIONS = 8
-"""Dense regions of one block: keys and values of a few tensors; more is a layout that nobody has thought of."""
+"""Dense regions of one block: keys and values of a few tensors; more is a layout that is not known here."""
 _SEED = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
 
@@ -512,7 +513,8 @@ SHARE = 16
 the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""
 _EMPTY = np.empty(0, np.int64)
 Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
-"""(block, rows, slots within it) → whether the block holds what those rows leave there; None where nobody can tell."""
+"""(block, rows, slots within it) → whether the block holds what those rows leave there; None where it cannot be
+determined."""
 
 
 @dataclass
@@ -551,7 +553,8 @@ class ByteChecks:
         self.findings, self.arrivals = findings, arrivals
         self.hashed = self.checked = 0
         self.memory: dict[int, int] = {}
-        """By group of states, how many tokens must be known to tell that one must change; none: nobody can tell."""
+        """By group of states, how many tokens must be known to tell that one must change; none: it cannot be
+        determined."""
         self.unseen: Counter[str] = Counter()
         self.now: list[GroupStep] | None = None
         self.batch: list[ScheduledRequest] = []
@@ -578,7 +581,7 @@ class ByteChecks:
         """``layer`` has written its rows, or its states. again: tries the rows of one block once more, elsewhere.
 
         A write that leaves a block as it was is stale, or the bytes were there already, of an earlier life of the
-        block with the same tokens. Where nobody can tell, it is counted.
+        block with the same tokens. Where it cannot be determined, it is counted.
         """
         now = self.now
         if now is None or self.mode == OWNERS or not len(now[layer.group].writes):
@@ -922,11 +925,11 @@ class BlockLedger:
         if not 0 <= block < len(self.schedule.taker):
             return "which is none of the cache"
         taker = int(self.schedule.taker[block])
-        return f"assigned to request '{self.findings.number(taker)}'" if taker >= 0 else "assigned to nobody"
+        return f"assigned to request '{self.findings.number(taker)}'" if taker >= 0 else "assigned to no request"
 
     def _strange(self, strange: UnexpectedBlock, how: str) -> None:
         if strange.kind == FREED:
-            who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
+            who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "another request"
             how = f"the block was assigned to {who} in step {strange.taken_step} and is read here all the same"
         ledger, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step

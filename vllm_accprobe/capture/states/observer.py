@@ -261,7 +261,7 @@ def _with_moments(original: Any, layer: Layer, before: Sequence[Moment], after: 
 class StatesObserver(StepObserver):
     """The ledger of one worker. All requests and steps are in it, whatever a capture of the same worker selects."""
 
-    without = "no state is looked at on this rank"
+    without = "no state is checked on this rank"
     unattached = "the ledger of states could not attach ({}): it is off on this rank; serving goes on"
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
@@ -492,6 +492,6 @@ class StatesObserver(StepObserver):
         if not ledger.steps or self.mode == OWNERS:
             return
         what = f"{findings.count} findings" if findings.count else "nothing wrong"
-        say(f"states: {what} in {ledger.steps} steps: {ledger.bytes.checked:,} blocks of layers looked at, "
-            f"{ledger.bytes.hashed:,} hashed after a write, {ledger.held:,} numbers of metadata held against "
+        say(f"states: {what} in {ledger.steps} steps: {ledger.bytes.checked:,} blocks of layers checked, "
+            f"{ledger.bytes.hashed:,} hashed after a write, {ledger.held:,} numbers of metadata compared with "
             "the schedule")  # fmt: skip

@@ -73,7 +73,7 @@ class ScheduledRequest:
 @dataclass(frozen=True)
 class UnexpectedBlock:
     """A block that the schedule itself cannot mean. kind: FREED, or STRANGE, FOREIGN, STALE, of a prefix that came from
-    the cache; taken: by whom (a number, -1 for nobody), in which step. last: the last column of a run of such blocks;
+    the cache; taken: by whom (a number, -1 for none), in which step. last: the last column of a run of such blocks;
     why: what is wrong with their owner."""
 
     kind: str
@@ -148,7 +148,7 @@ class Schedule:
         new: Mapping[str, NewRequest],
     ) -> tuple[list[BlockArrival], np.ndarray]:
         """Takes a step's words. Returns what arrived with something in it, and the blocks that were assigned anew,
-        int64, which had other owners. Raises KeyError for a request that nobody has named."""
+        int64, which had other owners. Raises KeyError for a request that was not named."""
         fresh: list[np.ndarray] = []
         arrivals: list[BlockArrival] = []
         copied = {dst for _, dst in moves.copies}
@@ -402,7 +402,7 @@ class Schedule:
 
     def owners(self, one: ScheduledRequest, end: int) -> np.ndarray:
         """By position up to ``end``, the number of the request whose rows the cache of keys and values holds there,
-        int32 [end]; -1 where nobody knows, and where groups of the cache do not agree."""
+        int32 [end]; -1 where it is not known, and where groups of the cache do not agree."""
         found = np.full(end, -2, np.int32)
         for g, group in enumerate(self.groups):
             if group.kind != KV or not group.watched:

@@ -683,7 +683,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _either(there: str | None, a: Any, b: Any) -> Any:
-    """What two paths return: ``a`` where that tensor is there. there: None where nobody knows which path is gone."""
+    """What two paths return: ``a`` where that tensor is there. there: None where it is not known which path is gone."""
     if a is None or b is None:
         return b if a is None else a
     if a == b:

@@ -65,7 +65,7 @@ The same hash means that the same tokens were allowed."""
 
 
 def processor(obj: Any) -> str:
-    """The word for a logits processor of somebody else, which may touch any row."""
+    """The word for a logits processor of other code, which may touch any row."""
     return f"logits processor {type(obj).__name__}"
 
 
@@ -275,7 +275,7 @@ class EngineBatch:
             why = f"{type(error).__name__}: {error}"
         if found is None:
             self._unknown(why)
-        self._taken += sys.maxsize if found is None else found[0]  # after a call that nobody knows: none either
+        self._taken += sys.maxsize if found is None else found[0]  # after an unknown call: none either
         self.share = EncoderDataParallel(self._shares, None if found is None else found[1])
 
     def end_share(self) -> None:

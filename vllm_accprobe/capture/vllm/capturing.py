@@ -354,7 +354,7 @@ class CaptureObserver(StepObserver):
             if self._seen_steps and not session.fired:
                 why = "check the VLLM_ACCPROBE_* filters, or run `accprobe doctor`"
                 if not self.config.armed and not self.windows.count:
-                    why = f"it began disarmed (VLLM_ACCPROBE_ARMED=0), and nobody armed it: `accprobe arm {self.root}`"
+                    why = f"it began disarmed (VLLM_ACCPROBE_ARMED=0), and was never armed: `accprobe arm {self.root}`"
                 say(f"NOTHING was captured in {self._seen_steps} steps ({self._armed_steps} selected): {why}")
         except Exception as error:
             say(f"closing the dump failed: {type(error).__name__}: {error}")

@@ -74,22 +74,22 @@ FACT = run.json does not say it
 EAGER = the engine is not made eager: start it with --enforce-eager
 RANKS = ranks are not known: capture cannot attach
 PYTHON = whether modules run Python is not known: capture cannot attach
-OFFLOADED = operators of offloaded weights are not told apart
+OFFLOADED = operators of offloaded weights are not distinguished
 REPLICAS = replicas share a rank's place
 DEALS = images dealt out to ranks are not noticed
 PIECES = a batch that runs in pieces is not noticed
 CUTS = taps in compiled graphs do not know where the graph is cut
-ROWS = the rows of a step cannot be told: refused
+ROWS = the rows of a step cannot be determined: refused
 IMAGES = rows of images have no names: skipped
 PREEMPTED = the ledger of states does not know that a request was resumed
-MOVED = the ledger of states takes copied blocks for bytes that nobody wrote
+MOVED = the ledger of states takes copied blocks for bytes that were never written
 FORCED = tokens cannot be forced
 BLOCKS = the ledger of states does not know which blocks a request has
 ADAPTER = requests with different adapters are taken for the same
 CONTENT = images are not recognised by their content
 ARMED = a running server cannot be armed
 GROUP = a rank does not know its place in the group
-GRAPH = which captured graph computed a step is not told
+GRAPH = which captured graph computed a step is not known
 NOTHING = nothing is captured
 QUIET = batches that vLLM invents would be taken for steps
 BUFFERS = rows carry no token ids and positions of the runner's own
@@ -98,19 +98,19 @@ TOKENS = sampled tokens are not captured: skipped
 DRAFTS = what a draft model calls would be taken for the model's
 KV = operators do not know the cache
 GRAPHS = no taps in compiled graphs: skipped
-MASKS = masked logits are not told from free ones
+MASKS = masked logits are not distinguished from free ones
 SET = what a row was sampled with is not captured
-ASKED = what a request asks of the sampler is not captured whole: rows that need it have no reference
+ASKED = what a request requires of the sampler is not captured whole: rows that need it have no reference
 NOISE = seeded tokens are not drawn again
 PACKED = parameters are recorded as they are packed
 CUT = tensors of several ranks are not put together: skipped
 TOLD = an operator is replayed without this property
 DEALT = images dealt out to ranks have rows without names
 WEIGHTS = adapters' weights are not in the dump: skipped
-RELOADS = weights that are reloaded are not looked at
-SLEEPS = weights are not looked at after sleep
-TRANSFERS = a session of vLLM's weight transfer is not looked at
-SLOTS = adapters' slots are not looked at
+RELOADS = weights that are reloaded are not checked
+SLEEPS = weights are not checked after sleep
+TRANSFERS = a session of vLLM's weight transfer is not checked
+SLOTS = adapters' slots are not checked
 CACHES = the ledger of states is off: it does not know the engine's caches
 LAYER = the ledger of states does not watch these layers
 MOMENT = the ledger of states does not see when a layer writes
@@ -146,7 +146,7 @@ ModelConfig @ vllm.config.model:ModelConfig
     @ vllm.config:ModelConfig
     model dtype quantization max_model_len seed hf_overrides | FACT
     enforce_eager | PYTHON
-    get_hidden_size | tensors split along the hidden dimension are not told from whole ones
+    get_hidden_size | tensors split along the hidden dimension are not distinguished from whole ones
     multimodal_config | DEALS
 MultiModalConfig @ vllm.config.multimodal:MultiModalConfig
     mm_encoder_tp_mode | DEALS
@@ -182,7 +182,7 @@ NewRequestData @ vllm.v1.core.sched.output:NewRequestData | ROWS
     req_id prompt_token_ids num_computed_tokens | ROWS
     mm_features | IMAGES
     sampling_params | FORCED
-    prompt_is_token_ids [since 0.21] | a prompt of tokens and embeddings is not told from one of embeddings
+    prompt_is_token_ids [since 0.21] | a prompt of tokens and embeddings is not distinguished from one of embeddings
     prompt_embeds [since 0.13] | the length of a prompt that came as embeddings is not known
     block_ids | BLOCKS
     lora_request | ADAPTER
@@ -192,7 +192,7 @@ CachedRequestData @ vllm.v1.core.sched.output:CachedRequestData | ROWS
     resumed_req_ids/resumed_from_preemption | PREEMPTED
 GrammarOutput @ vllm.v1.core.sched.output:GrammarOutput
     @ vllm.v1.core.sched.output:SchedulerOutput
-    structured_output_request_ids grammar_bitmask | logits masked by a grammar are not told
+    structured_output_request_ids grammar_bitmask | logits masked by a grammar are not known
 SamplingParams @ vllm.sampling_params:SamplingParams
     extra_args | FORCED
 MultiModalFeatureSpec @ vllm.multimodal.inputs:MultiModalFeatureSpec
@@ -220,7 +220,7 @@ the forward's context @ vllm.forward_context
     get_forward_context | GRAPH
 ForwardContext @ vllm.forward_context:ForwardContext
     cudagraph_runtime_mode batch_descriptor | GRAPH
-    attn_metadata | the ledger of states does not see what attention is given
+    attn_metadata | the ledger of states does not see what attention gets
     slot_mapping [since 0.15] | the ledger of states does not see which slots are written
 BatchDescriptor @ vllm.forward_context:BatchDescriptor
     num_tokens | GRAPH
@@ -320,7 +320,7 @@ V2's states of the sampler @ vllm.v1.worker.gpu.sample.sampler:Sampler [of the V
     logit_bias_state bad_words_state [until 0.29] | MASKS
     logits_processors/logit_bias_state | MASKS
     logits_processors [since 0.32] | MASKS
-    trace_replay_state [since 0.32] | replayed tokens are not told from sampled ones
+    trace_replay_state [since 0.32] | replayed tokens are not distinguished from sampled ones
 V2's penalties @ vllm.v1.worker.gpu.sample.penalties:PenaltiesState [since 0.18]
     use_penalty | MASKS
 V2's biases @ vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState [since 0.18]
@@ -416,7 +416,7 @@ weight transfer @ vllm.v1.worker.gpu_worker:Worker [since 0.18]
     update_weights | TRANSFERS
     start_weight_update finish_weight_update [since 0.21] | TRANSFERS
 a model's weights @ vllm.model_executor.models.llama:LlamaForCausalLM
-    load_weights(weights) | weights that are handed to the live model are not looked at
+    load_weights(weights) | weights that are passed to the live model are not checked
 who keeps adapters @ vllm.lora.worker_manager:WorkerLoRAManager
     _adapter_manager | SLOTS
 adapters' slots @ vllm.lora.model_manager:LoRAModelManager
@@ -424,7 +424,7 @@ adapters' slots @ vllm.lora.model_manager:LoRAModelManager
     activate_adapter lora_index_to_id _registered_adapters | SLOTS
     _get_lora_layer_weights | what an adapter was to put into its slot is not known
 an adapter's layer @ vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA
-    base_layer | a layer under an adapter's is looked at twice
+    base_layer | a layer under an adapter's is checked twice
     lora_a_stacked lora_b_stacked | SLOTS
 
 # the ledger of states: where caches lie, who writes them, what metadata say of slots and states
@@ -452,7 +452,7 @@ layers by name @ vllm.config.compilation:CompilationConfig
     static_forward_context | CACHES
 transfers @ vllm.config.vllm:VllmConfig
     @ vllm.config:VllmConfig
-    kv_transfer_config | the ledger of states takes blocks that a connector brings for nobody's
+    kv_transfer_config | the ledger of states takes blocks that a connector brings for unwritten ones
 drafts in a step @ vllm.config.speculative:SpeculativeConfig
     @ vllm.config:SpeculativeConfig
     num_speculative_tokens | the ledger of states does not know how far the schedule may be ahead
@@ -659,12 +659,12 @@ def refused(runner: Any) -> str:
 
 
 def unsampled(runner: Any) -> str:
-    """Why what this runner samples cannot be told by rows, "" where it can. Known once its model is loaded."""
+    """Why what this runner samples cannot be determined by rows, "" where it can. Known once its model is loaded."""
     return next((mode.says for mode in (SHARDED, SEVERAL) if mode.on is not None and mode.on(runner)), "")
 
 
 def unplaced(runner: Any, out: Any) -> str:
-    """Why the rows of this step cannot be told, "" where they can. out: the scheduler's output."""
+    """Why the rows of this step cannot be determined, "" where they can. out: the scheduler's output."""
     drafts = getattr(out, "scheduled_spec_decode_tokens", None)
     return VERIFIED.says if drafts and VERIFIED.on is not None and VERIFIED.on(runner) else ""
 

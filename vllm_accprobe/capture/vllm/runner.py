@@ -5,10 +5,10 @@ run dummy, profile and warm-up batches through the same code; in a compiled engi
 The idea: wrap the runner INSTANCE once, whatever its class, read the scheduler's output, which all share, and notify
 the observers (capture, errcheck, ledger, forcing), which live as long as vLLM's worker wrapper. For taps in graphs
 every method is wrapped that may run a forward: the root's own, V1's ``_model_forward``, V2's replays. What is missing
-is said, not guessed. What this room reads of a runner is declared in relied_on.py.
+is reported, not guessed. What this room reads of a runner is declared in relied_on.py.
 
-Not here: what an observer does (vllm_compat.StepObserver), the order of the rows (batch.py), which observer is asked
-for (plugin.py).
+Not here: what an observer does (vllm_compat.StepObserver), the order of the rows (batch.py), which observer is
+used (plugin.py).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RunnerAdapter:
         try:
             why = refusal(self.runner)
         except Exception as error:
-            why = f"this runner cannot be looked at ({type(error).__name__}: {error})"
+            why = f"this runner cannot be examined ({type(error).__name__}: {error})"
         if why and not self._refused:
             for observer in reversed(self.observers):
                 say(f"{why}: {observer.without}; serving goes on")

@@ -370,7 +370,7 @@ class Sampling:
 
 
 def filters_of(runner: Any) -> dict[str, str]:
-    """An attribute that names logits processors of somebody else that change what is drawn and not what is best (V1);
+    """An attribute that names logits processors of other code that change what is drawn and not what is best (V1);
     {} where there are none."""
     every = getattr(getattr(getattr(runner, "input_batch", None), "logitsprocs", None), "argmax_invariant", ())
     names = sorted({type(one).__name__ for one in every} - {"MinPLogitsProcessor"})

@@ -40,7 +40,7 @@ class Part:
     they decided. kl: KL divergence, None where not measured. choices: int64 [rows, k], the experts that mine chose, of
     a tensor that holds such; margins: float64 [rows, 3], how clearly either side chose (judge.near_ties.margins), None
     where the router's logits are not in both dumps or all choices are alike. nonfinite: count where identical;
-    own_nonfinite: whether mine's tensor holds NaN or infinity, None where nobody counted; zero: all of it is 0.
+    own_nonfinite: whether mine's tensor holds NaN or infinity, None where it was not counted; zero: all of it is 0.
     few: its differences are few different ones that come again and again, and so no independent roundings.
     same_bits: both were read, and their bits are equal. equal: of parameters, whether they are equal to the bit. by:
     what decided where that were not the values. skip: why nothing was compared.
@@ -118,7 +118,7 @@ class Part:
         self.golden, self.dtype_golden = golden.first.name, golden.first.dtype
 
     def agree(self, mine: Group) -> None:
-        """All numbers are equal, by their hashes: what was not read is told from statistics."""
+        """All numbers are equal, by their hashes: what was not read is distinguished from statistics."""
         self.identical = True
         self.nonfinite = sum(s.nan + s.inf for s in stats_of(mine) if s is not None)
 
@@ -175,7 +175,7 @@ class ComparisonContext:
     skipped: by reason, found while planning and measuring. flips: one dict per flipped token with both sides' best
     logits, and what its request asks for (sampler_rows.py); processed: rows without a flip whose processed logits
     differ, as sampler_rows.py tells of them. batches: step → (requests, tokens) of mine. graphs: step → (size of the
-    captured graph that computed it, 0 for none; rows of it that are nobody's) of mine, empty where no step had one.
+    captured graph that computed it, 0 for none; rows of no request) of mine, empty where no step had one.
     padding: what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other

@@ -35,6 +35,7 @@ from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Meeting
 from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.kernels import definition, structure
 from vllm_accprobe.kernels import rows as kernel
@@ -89,7 +90,7 @@ class Reading:
             self.softmax = sums if self.softmax is None else definition.joined_softmax_sums(self.softmax, sums)
 
     def add_columns(self, table: np.ndarray, stretch: read.Stretch) -> None:
-        """The sums by which a fault is told from rounding (kernels/structure.py). table: the stretch's."""
+        """The sums by which a fault is distinguished from rounding (kernels/structure.py). table: the stretch's."""
         rows = np.flatnonzero(table[:, definition.DD])
         if not len(rows) or self._unordered or not stretch.floats:
             return
@@ -565,6 +566,15 @@ def _one_number(a: read.RowBlock, b: read.RowBlock) -> bool:
     return True
 
 
+def _same_rounded(x: Record, y: Record) -> bool | None:
+    """Whether the one weight, rounded to the dtype of the other, has its hash; None where no pack says that."""
+    for fine, coarse in ((x, y), (y, x)):
+        known = coarse.hash or coarse.sample
+        if known and ":" not in known and f"{coarse.dtype}:" in (fine.rounded or ""):
+            return f"{coarse.dtype}:{known}" in str(fine.rounded).split()
+    return None
+
+
 def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
     assert g.merge is not None
     assert m.merge is not None
@@ -575,6 +585,10 @@ def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
         equal = all(x.sample == y.sample for x, y in pairs)
         part.stats = (0.0 if equal else float("inf"), 0.0)
         return _decided(part, equal, "hash of a sample")
+    rounded = [_same_rounded(x, y) for x, y in pairs]
+    if None not in rounded and not is_computed(m.first.role):
+        part.stats = (0.0 if all(rounded) else float("inf"), 0.0)
+        return _decided(part, all(rounded), "hash in 16 bits")
     if all(x.stats and y.stats for x, y in pairs):
         errors = [read.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
         part.stats = max(e[0] for e in errors), max(e[1] for e in errors)

@@ -19,7 +19,7 @@ from vllm_accprobe.dump.schema import Record, Stats
 
 NONFINITE, LEFT = "NaN or infinity", "what an earlier step left of somebody's"
 _HUGE = 100.0
-"""chosen: values so many times the largest of any real row are said."""
+"""chosen: values so many times the largest of any real row are reported."""
 _LOOKED_AT = 16
 """chosen: padded tensors of a tap, and steps before each, whose bytes are read: what is left stands there soon."""
 
@@ -98,6 +98,6 @@ def _rows(dump: Any, record: Record) -> list[bytes]:
         return []
     try:
         values = dump.read(record)
-    except DumpError:  # said where the tensor itself is compared
+    except DumpError:  # reported where the tensor itself is compared
         return []
     return [row.tobytes() for row in np.ascontiguousarray(values)]

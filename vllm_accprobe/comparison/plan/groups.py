@@ -1,4 +1,4 @@
-"""One side's records as groups by place and moment: columns, and a `Group` where somebody needs one.
+"""One side's records as groups by place and moment: columns, and a `Group` where one is needed.
 
 The problem: a dump has up to millions of tensors, most of which their lines alone decide, and an object for each of
 them costs more than all else. The idea: `PlacedRecords` sorts the records once by (tap, role, call), moment and rank;

@@ -442,7 +442,7 @@ def _sampled(dump: Any) -> Any:
             return None
         try:
             tokens = dump.read(r).reshape(-1)
-        except DumpError:  # said where the tensor itself is compared
+        except DumpError:  # reported where the tensor itself is compared
             return None
         return tokens if r.shape and len(tokens) == r.shape[0] else None
 

@@ -1,1 +1,1 @@
-"""From plain numbers to a Comparison: who is to blame, what is excused, what is said."""
+"""From plain numbers to a Comparison: who is to blame, what is excused, what is reported."""

@@ -34,7 +34,7 @@ from vllm_accprobe.judge.tensor_errors import TensorErrors
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""
 Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
-"""Tap that is told which experts to use → (keys [n], experts [n, k]) of its tensors."""
+"""Tap that gets which experts to use → (keys [n], experts [n, k]) of its tensors."""
 
 
 class Places:
@@ -235,13 +235,14 @@ def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def unproved(c: Origin) -> Origin:
-    """An origin to which a router that nobody saw may have sent other rows: how likely that is, it is not known."""
+    """An origin to which a router that was not captured may have sent other rows: how likely that is, it is not
+    known."""
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
 def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = ()) -> Compared:
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
-    then: one fault is so many times one limit, its origin's, wherever it is told. after: of each of ``created`` the
+    then: one fault is so many times one limit, its origin's, wherever it is reported. after: of each of ``created`` the
     beginning of the gap in which it was created, "" where there is none."""
     blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):

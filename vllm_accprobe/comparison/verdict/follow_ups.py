@@ -3,7 +3,7 @@
 The problem: "no operator stands out" is all that these two captures can say, and the reader does not know which further
 run would say more. The idea: from a finished comparison it is derived what is missing (a replay, inputs, a second run,
 a float32 golden, rows, logits); each gap is a sentence and the commands that close it, with these dumps' paths. Nothing
-is said where the answer is closed. Not here: the finding (judge/), how it is shown (report/).
+is reported where the answer is closed. Not here: the finding (judge/), how it is shown (report/).
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class _Case:
         if some and not self.result.origins:
             yield (
                 f"{' and '.join(s.name for s in some)} kept only some modules ({', '.join(some[0].chosen)}): the error "
-                "may come from one that nobody saw",
+                "may come from one that was not captured",
                 self._anew("whole", some),
             )
 

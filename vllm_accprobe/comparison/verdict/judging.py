@@ -31,7 +31,6 @@ from vllm_accprobe.comparison.measure.measurer import is_computed
 from vllm_accprobe.comparison.notes import (
     ALL_SKIPPED,
     choices,
-    earlier_rows,
     nonfinite_steps,
     other_settings,
     unseen_routing,
@@ -62,8 +61,9 @@ from vllm_accprobe.judge.calibration import (
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.near_ties import (
-    Rerouted,
-    UnseenExperts,
+    NOT_COMPARED,
+    ROWS_BEHIND,
+    Routing,
     behind,
     choices_first,
     experts_of,
@@ -102,17 +102,17 @@ _UNMOVED = RerouteNote()
 
 
 def settle(
-    unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
+    unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, routing: Routing, rounding: float,
     traces: Sequence[TensorErrors], doubted: np.ndarray | None = None,
 ) -> RerouteNote:  # fmt: skip
-    """Finds rows sent to other experts at a near tie, adds them to ``rerouted``, and forgives, in ``errors``, the rows
+    """Finds rows sent to other experts at a near tie, adds them to ``routing``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:
     of what lies before; doubted: bool [rows], which earlier rows that were not compared may have changed, so that
     logits far apart are no error."""
     keys = rows.keys
     finite = errors.measure != NONFINITE  # no expert makes NaN of numbers: rows with it are judged
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
-        if not rerouted.after(keys).any() or not finite.all():
+        if not routing.after(keys).any() or not finite.all():
             return RerouteNote()
         _forgive(errors, np.ones(len(errors.err), bool))
         why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
@@ -123,11 +123,11 @@ def settle(
     if is_choice(unit.key[1], unit.cls):
         other = np.flatnonzero(errors.err > 0)
         found = None if part.margins is None else part.margins[other]
-        excused, bad = rerouted.judge(keys[other], found, rounding, unit, traces)
+        excused, bad = routing.judge(keys[other], found, rounding, unit, traces)
         excused = excused if doubted is None else (excused | doubted[other]) & ~bad
-        rerouted.add(keys[other[excused]])
+        routing.add(keys[other[excused]])
         wrong[other[bad]] = True
-    mask = rerouted.after(keys) & ~wrong & finite
+    mask = routing.after(keys) & ~wrong & finite
     own = keys[wrong]
     if not mask.any():
         return RerouteNote("", None, own)
@@ -171,11 +171,12 @@ def _none_judged(before: RowErrors, after: RowErrors, left: np.ndarray | None) -
 
 
 def add_undecided(
-    part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float,
+    part: Part, rows: RowSet, errors: RowErrors, routing: Routing, rounding: float, allowed: float,
     doubted: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (near_ties.py), to
-    ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
+    """Adds rows that a near tie of these logits may have sent elsewhere, where the choice was not captured
+    (near_ties.py), to ``routing``: from here on they are not judged. The logits themselves are. allowed: the limit of
+    their rows."""
     if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
         return
     other = np.flatnonzero(~np.isnan(part.margins[:, 0]))
@@ -183,7 +184,7 @@ def add_undecided(
     keys = rows.keys[other]
     near = (err > 0) & (err <= allowed)
     near = near if doubted is None else near | doubted[other]
-    rerouted.add(keys[rerouted.undecided(keys, part.margins[other], rounding, near)])
+    routing.add(keys[routing.undecided(keys, part.margins[other], rounding, near)])
 
 
 NONE_JUDGED = "not judged: all rows follow a router's near tie, or rows whose experts were not compared"
@@ -301,7 +302,7 @@ class LimitCheck:
 
     def operators(self, unit: MeasuredUnit) -> float:
         """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
-        that nobody saw."""
+        that was not captured."""
         return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
 
     def row_floor(self, parts: Sequence[Part]) -> float:
@@ -510,11 +511,8 @@ class _Judge:
     pairs: blame.Compared = field(default_factory=list)
     traces: list[TensorErrors] = field(default_factory=list)
     replicas: int = 0
-    rerouted: Rerouted = field(default_factory=Rerouted)
+    routing: Routing = field(default_factory=Routing)
     chosen: blame.Chosen = field(default_factory=dict)
-    routed: bool = False
-    unrouted: set[int] = field(default_factory=set)
-    unseen: UnseenExperts = field(default_factory=UnseenExperts)
 
     def run(self) -> Comparison:
         setting = self.measured.setting
@@ -526,7 +524,7 @@ class _Judge:
         if any(run.get("packed") for run in (setting.golden_run, setting.mine_run)):
             keys = setting.places[0]
             texts = [who for who, (_, image) in setting.names.items() if image is None]
-            self.unseen.computed = keys[np.isin(subject(keys), texts)]
+            self.routing.computed = keys[np.isin(subject(keys), texts)]
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
@@ -559,7 +557,8 @@ class _Judge:
         compared = [p for p, _ in self.pairs]
         origins = with_constants(origins, setting.settings, setting.modules, compared)
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
-        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged, self.unrouted)
+        unrouted = self.routing.left[NOT_COMPARED]
+        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged, unrouted)
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
@@ -571,8 +570,7 @@ class _Judge:
             *nonfinite_steps(blamed),
             *messages.one_sided(setting.coverage, setting.notes, flipped),
             *built_notes(blamed, setting.built),
-            *choices(self.rerouted),
-            *earlier_rows(self.unseen),
+            *choices(self.routing),
             *unseen_routing(unseen, open_to),
             *other_settings(setting.settings, {str(o["module"]) for o in blamed if o.get("cause")}),
         ]
@@ -586,7 +584,7 @@ class _Judge:
             mine_run=setting.mine_run,
             golden_ids=setting.golden_ids,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.rerouted, self.unseen, len(self.unrouted))
+            coverage=finished(setting.coverage, self.routing)
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,
@@ -664,8 +662,8 @@ class _Judge:
         tap, role, _ = unit.key
         routes = self._routes(unit)
         if self._mixes(unit):
-            self.unseen.mixed()
-        plain = not self.rerouted.first and not self.unseen.first and not routes
+            self.routing.mixed()
+        plain = not self.routing.first and not self.routing.lost and not routes
         if isinstance(unit.parts, LazyTable) and plain:
             self._by_lines(unit, unit.parts)
             return
@@ -678,21 +676,21 @@ class _Judge:
         totals = [total for total, *_ in limits]
         errors = self.limit_check.errors(unit, parts, self.limit_check.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
-        doubted = [self.unseen.behind(own_rows.keys) for own_rows in rows]
+        doubted = [self.routing.behind(own_rows.keys) for own_rows in rows]
         each = zip(parts, rows, errors, strict=True)
         settled = [
-            settle(unit, *one, self.rerouted, self.unit, self.traces, doubts)
-            if self.rerouted.first or not one[0].identical else _UNMOVED
+            settle(unit, *one, self.routing, self.unit, self.traces, doubts)
+            if self.routing.first or not one[0].identical else _UNMOVED
             for one, doubts in zip(each, doubted, strict=True)
         ]  # fmt: skip
         if is_choice(role, unit.cls):
-            self.routed = True
+            self.routing.seen = True
         if routes and (keys := [own_rows.keys for own_rows in rows if len(own_rows.keys)]):
-            self.unseen.add(np.concatenate(keys))
-        if tap == SAMPLER and role != TOKEN and self.routed:
+            self.routing.compared(np.concatenate(keys))
+        if tap == SAMPLER and role != TOKEN and self.routing.seen:
             settled = self._unrouted(settled, parts, rows, errors)
         for part, own_rows, error, total, doubts in zip(parts, rows, errors, totals, doubted, strict=True):
-            add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row, doubts)
+            add_undecided(part, own_rows, error, self.routing, self.unit, total.row, doubts)
         shown, notes = list(errors), [s.note for s in settled]
         reads = self.tree.mixes_itself(tap) and kind_of(role) == OUTPUT
         if any(doubts.any() for doubts in doubted):
@@ -701,7 +699,7 @@ class _Judge:
                     own = np.isin(own_rows.keys, settled[i].own)
                     shown[i], text = unjudged(errors[i], doubts, own, reads)
                     notes[i] = "; ".join(filter(None, (notes[i], text)))
-                    self.unseen.rows.update(own_rows.keys[doubts].tolist() if reads and text else ())
+                    self.routing.left[ROWS_BEHIND].update(own_rows.keys[doubts].tolist() if reads and text else ())
         each_part = zip(parts, errors, shown if reads else errors, settled, strict=True)
         flips = (tap, role) == (SAMPLER, TOKEN)  # they judge it
         none_judged = [id(part) for part, a, b, s in each_part if not flips and _none_judged(a, b, s.left)]
@@ -723,22 +721,22 @@ class _Judge:
                         weak, shared=shared, doubted=unsure)  # fmt: skip
 
     def _routes(self, unit: MeasuredUnit) -> bool:
-        """Whether the unit says which experts rows go to: their numbers; with a pack, where nobody may have seen these,
-        a router's logits, too."""
+        """Whether the unit says which experts rows go to: their numbers; with a pack, where these may not have been
+        captured, a router's logits, too."""
         tap, role, _ = unit.key
-        if is_choice(role, unit.cls) or not len(self.unseen.computed):
+        if is_choice(role, unit.cls) or not len(self.routing.computed):
             return is_choice(role, unit.cls)
         return is_logits(tap, role, unit.cls) and any(in_front_of(tap, holder) for holder in self.holders)
 
     def _mixes(self, unit: MeasuredUnit) -> bool:
         """Whether rows meet in the unit's module, or in one around it."""
-        if not self.unseen.first or unit.vision:
+        if not self.routing.lost or unit.vision:
             return False
         return any(map(self.tree.mixes_itself, (unit.key[0], *enclosing(unit.key[0]))))
 
     def _doubted(self, part: Part, rows: RowSet, errors: RowErrors) -> np.ndarray:
         """Keys of the part's rows that earlier rows may have changed: all where one error stands for them."""
-        mask = self.unseen.behind(rows.keys)
+        mask = self.routing.behind(rows.keys)
         one = not part.identical and (part.whole or len(errors.err) != len(mask))
         return rows.keys if one and mask.any() else rows.keys[mask]
 
@@ -756,7 +754,7 @@ class _Judge:
             if not part.identical and len(error.err) == len(of.keys):
                 out = unseen[start:end] & (error.measure != NONFINITE)
                 settled[i] = unrouted(settled[i], error, out)
-                self.unrouted.update(of.keys[out].tolist())
+                self.routing.left[NOT_COMPARED].update(of.keys[out].tolist())
         return settled
 
     def _by_lines(self, unit: MeasuredUnit, parts: LazyTable[Part]) -> None:

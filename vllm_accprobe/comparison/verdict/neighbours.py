@@ -36,8 +36,8 @@ _LOOKED_AT = 64
 """Tensors behind an origin among which its next reader is looked for where no bytes tell."""
 IDENTICAL = "identical"
 OWN, ORDER = "own", "order"
-"""How an edge is known besides by equal bytes (plan/relations.py): a tensor of the origin itself, of which nobody saw
-where it came from; the place in the data flow: what is between the two nobody saw."""
+"""How an edge is known besides by equal bytes (plan/relations.py): a tensor of the origin itself, whose source was not
+captured; the place in the data flow: what is between the two was not captured."""
 
 _Place = tuple[str, str, Key, str, str]
 """(tap, role, key of the pair that holds the error, role_in, by) of an edge."""
@@ -116,7 +116,7 @@ class _Flow:
         if is_cache(origin):
             return None
         sink = self._sink(str(origin.get("module")), str(origin.get("role")))
-        if sink is None or sink.role == VALUE:  # a file's: nobody says what went into it
+        if sink is None or sink.role == VALUE:  # a file's: what went into it is not known
             return None
         steps = self._steps(sink, origin)
         gap = origin.get("gap") or {}
@@ -166,7 +166,7 @@ class _Flow:
 
     def _source(self, t: PlainTensor) -> _Place:
         """Whose output ``t``, in front of an origin, is: its own where it is one; of an input as bytes tell, or else
-        the last one in front of it, of which it is made with whatever nobody saw."""
+        the last one in front of it, of which it is made with whatever was not captured."""
         if t.kind == OUTPUT:
             return t.tap, t.role, t.key, "", ORDER
         if t.kind == INPUT and t.key in self.links:

@@ -86,10 +86,10 @@ def _of(dump: Dump, record: Record) -> Stats:
 FOREIGN = -2
 """The segment number of a payload that lies in another tool's file."""
 UNKNOWN = Layout("unknown")
-"""How most tools' tensors lie over ranks: nobody wrote it down."""
+"""How most tools' tensors lie over ranks: it was not recorded."""
 PARAM = "param."
 VALUE = "value"
-"""The role of a tensor of which nobody said what it is: a file's."""
+"""The role of a tensor of which it is not known what it is: a file's."""
 INDEPENDENT = "independent"
 """In ``Dump.run``: true where the tensors are not those of one run, so that one says nothing about another."""
 UNREADABLE = "file that cannot be read"

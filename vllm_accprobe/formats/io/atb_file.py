@@ -2,7 +2,7 @@
 
 The problem: the header is text that anybody can write, and a dump has a hundred thousand of these files. The idea: a
 header is parsed once for all files that have the same one, every number in it is checked against the file's size before
-it is used, and values are read when somebody wants them.
+it is used, and values are read when they are needed.
 Layout: ``key=value`` lines up to ``$End=1``; ``dtype`` is an aclDataType, ``dims`` a list with commas; ``data``: the
 values lie in another file; ``min``, ``max``, ``mean``, ``l2norm``: statistics in place of values.
 Not here: directories of such files (atb.py).

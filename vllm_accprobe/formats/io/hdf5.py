@@ -1,10 +1,10 @@
 """Datasets of an HDF5 file: what they are, and their bits.
 
-The problem: HDF5 can point anywhere (external files, links, virtual datasets), announce sizes that nobody wrote, and
-opening ten thousand datasets one by one through its library costs seconds. The idea: one pass over the links in the
+The problem: HDF5 can point anywhere (external files, links, virtual datasets), announce sizes that were never written,
+and opening ten thousand datasets one by one through its library costs seconds. The idea: one pass over the links in the
 order of creation, hard links only; a dataset that lies in one piece is read by offset from the file itself, past the
-library and without its lock, others through it; nothing is larger than what the file could hold.
-Not here: what names mean (xray.py).
+library and without its lock, others through it; nothing is larger than what the file could hold. Not here: what names
+mean (xray.py).
 """
 
 from __future__ import annotations

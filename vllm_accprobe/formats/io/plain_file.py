@@ -1,5 +1,5 @@
-"""Opening and reading files that somebody else wrote, and walking their directories, within limits and without leaving
-the dump.
+"""Opening and reading files that another program wrote, and walking their directories, within limits and without
+leaving the dump.
 
 The problem: a file may be a link that leads elsewhere, be gone, or be shorter than it said; a dump has a hundred
 thousand files, and a made-up one directories without end. The idea: only plain files and directories are opened, to a

@@ -81,7 +81,7 @@ class ServeCommand:
         return found
 
     def flag(self, option: str) -> bool | None:
-        """Of an option with ``--no-`` beside it: what is said last, None where nothing is."""
+        """Of an option with ``--no-`` beside it: what is reported last, None where nothing is."""
         last = None
         for name, value, _ in _options(self.words):
             if name in (option, "--no-" + option[2:]):

@@ -189,7 +189,7 @@ class Trials:
         self._ran.add(key)
         found = self._known(key, place)
         if found is None:
-            raise BisectError(f"{place} has no complete answers after a run: is somebody else writing there?")
+            raise BisectError(f"{place} has no complete answers after a run: does another process write there?")
         return found
 
     def _serve(self, command: ServeCommand, place: Path) -> None:
@@ -365,11 +365,11 @@ class Trier:
 
     def line(self, found: Found, cause: Cause, what: str) -> str:
         """The command to type. what: ``fails``, the set alone; ``plain``; ``passes``, the command without the set."""
-        base = frozenset({*found.equal, *found.held})
+        base = frozenset(found.held)
         configurations = {
             "fails": Configuration(base | set(cause.names), cause.apart),
             "plain": Configuration(base),
-            "passes": without((*cause.before, *cause.names), cause.gone, self.axes, self._parts),
+            "passes": without((*cause.before, *cause.names, *found.equal), cause.gone, self.axes, self._parts),
         }
         return self.made(configurations[what]).line()
 
@@ -401,7 +401,7 @@ class Trier:
         if MODEL_LENGTH not in edit.add:
             return edit
         kept = [str(self.length) if word == MODEL_LENGTH else word for word in edit.add]
-        if self.length is None:  # not known: without the number, vLLM's own default is asked for
+        if self.length is None:  # not known: without the number, vLLM's own default is requested
             i = edit.add.index(MODEL_LENGTH)
             kept = [*edit.add[: i - 1], *edit.add[i + 1 :]]
         return replace(edit, add=tuple(kept))

@@ -37,7 +37,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is held against what, for each token. mine: float64 [n], to the right server that it is nearest to;
+    """What is compared with what, for each token. mine: float64 [n], to the right server that it is nearest to;
     nearest: its index, 0 for golden, 1 for the first floor; itself, rounding: golden to itself, golden to the farthest
     floor, NaN where unknown."""
 
@@ -82,7 +82,7 @@ def contrast(mine: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
 
 def limits(sizes: Sizes) -> np.ndarray:
-    """float64 [n]: what each token is held to."""
+    """float64 [n]: what each token is compared with."""
     return np.fmax(sizes.itself, ALLOWED * sizes.rounding)
 
 

@@ -185,7 +185,7 @@ class Cell:
 class WorstToken:
     """A token that is far beyond its floor. name: the prompt's id; ordinal: 0 for the one that is computed with the
     prompt, k for the forward of the k-th generated; of a scored one 0, and position says which row of the prompt.
-    gap: mine's distance, floor: what it is held to, root mean squares over the listed tokens, in nats."""
+    gap: mine's distance, floor: what it is compared with, root mean squares over the listed tokens, in nats."""
 
     name: str
     ordinal: int
@@ -204,7 +204,7 @@ class Gate:
     tokens that have the condition;
     condition: of a fail; differs: of what is beyond golden's batching, where rounding may explain it; floors: each
     one's distance from golden; nearest: to which right server mine is nearest, 0 for golden. power: of what is no fail,
-    the smallest distance that these prompts could have shown, None where nobody worked it out. rendering: the chats'
+    the smallest distance that these prompts could have shown, None where it was not computed. rendering: the chats'
     token ids on both sides, None without chats."""
 
     across: Gaps
@@ -329,7 +329,8 @@ def _times(table: Table, sizes: conditions.Sizes, mask: np.ndarray | None) -> fl
 
 
 def _cells(table: Table, sizes: conditions.Sizes, *of: Gaps) -> tuple[Cell, ...]:
-    """By phase, chunk, batch, prefix hit, prompt length and position; what holds for all tokens is not said twice."""
+    """By phase, chunk, batch, prefix hit, prompt length and position; what holds for all tokens is not reported
+    twice."""
     axes: list[Callable[[Slot], str | None]] = [
         lambda s: "all tokens",
         lambda s: "prompt, read at once" if s[0].scored else s[0].phase,
@@ -429,6 +430,6 @@ def _notes(golden: Sent, mine: Sent, table: Table, sizes: conditions.Sizes) -> t
     if table.estimated:
         notes.append(
             "mine's steps are not known: batches are estimated from the requests' times, prefix hits are what the "
-            "server told, and chunks are left out (accprobe send --engine writes the steps)"
+            "server reported, and chunks are left out (accprobe send --engine writes the steps)"
         )
     return tuple(notes)

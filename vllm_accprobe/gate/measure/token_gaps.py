@@ -168,8 +168,8 @@ Steps = Callable[[int, str], list[Row]]
 @dataclass(frozen=True, slots=True)
 class Features:
     """Of a token and its context. chunk: of its rows the last chunk's number, from 1; batch, least: requests in the
-    largest and in the smallest step that computed a row of it; None where nobody knows. start: where that chunk begins.
-    hit: whether its request began with rows from the prefix cache."""
+    largest and in the smallest step that computed a row of it; None where it is not known. start: where that chunk
+    begins. hit: whether its request began with rows from the prefix cache."""
 
     chunk: int | None
     batch: int | None
@@ -261,7 +261,7 @@ class Gaps:
 class Table:
     """n tokens of golden against mine. names: prompts; prompt, pass_index: int [n]. tokens, features: of mine.
     across: float64 [n], golden to mine; itself: golden to itself in the other pass; floors, others: [floors, n], each
-    floor to golden and to mine; NaN where nobody knows. estimated: batches are from times, and chunks unknown."""
+    floor to golden and to mine; NaN where it is not known. estimated: batches are from times, and chunks unknown."""
 
     names: tuple[str, ...]
     prompt: np.ndarray

@@ -104,7 +104,7 @@ class Reply:
     top: (ids, log-probabilities) of the most likely, and of the chosen one where it is not among them, best first, the
     ids None where the server gives texts; margins: the best log-probability minus the second, None where there is no
     second. finish: stop or length. cached: prompt tokens from the prefix cache. began, seconds: since the pass began.
-    refused: why there is no answer. forced: the way in which token_ids were named beforehand; then top is
+    refused: why there is no answer. forced: the way in which token_ids were named in advance; then top is
     still the server's own. None: they are the server's own choice.
     """
 

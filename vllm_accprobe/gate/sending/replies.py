@@ -27,7 +27,7 @@ from vllm_accprobe.dump.files import bounded_lines
 from vllm_accprobe.gate.sending import prompts
 from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.whole_file import write_private
+from vllm_accprobe.whole_file import naming, write_private
 
 Row = tuple[int, int, int, int]
 """Step, tokens computed before, tokens of this step, requests in this step."""
@@ -200,14 +200,15 @@ class LineWriter:
     """Adds lines of json to a file, from several threads, each at once."""
 
     def __init__(self, path: Path):
+        self._path = path
         fd = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         self._file = os.fdopen(fd, "ab", buffering=0)
         self._lock = threading.Lock()
 
     def write(self, value: dict[str, Any]) -> None:
-        """Raises OSError."""
+        """Raises OSError; NoSpace, which names the file, where the disk is full."""
         raw = (json.dumps(value, separators=(",", ":")) + "\n").encode()
-        with self._lock:
+        with self._lock, naming(self._path, self._path, len(raw)):
             left = memoryview(raw)
             while left:
                 left = left[self._file.write(left) :]

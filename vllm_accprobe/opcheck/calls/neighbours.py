@@ -506,7 +506,7 @@ class Neighbours:
     def _same(
         self, r: Record, rank: int, tap: str, text: Any, place: tuple[int, int], records: Mapping[str, Record]
     ) -> bool:  # fmt: skip
-        """Whether a part received the very input or output that ``text`` names, or nobody can tell."""
+        """Whether a part received the very input or output that ``text`` names, or it cannot be determined."""
         if not isinstance(text, str) or not r.dtype.startswith(("bfloat", "float")):
             return True
         child, bracket, k = text.removesuffix("]").partition("[")

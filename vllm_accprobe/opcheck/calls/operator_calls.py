@@ -1,12 +1,11 @@
 """From a dump's operator calls to calls that can be run again.
 
 The problem: an operator's arguments stand in a journal line, its tensors in records, a parameter's under another tap,
-an output buffer that nobody had written to nowhere; and of a cache only the blocks that the call touches are kept. The
-idea: the line's VALUES become Python values in the order of the operator's signature. The blocks that there are become
-the whole cache, and block tables, slots and indices are renumbered for it (`Renumbered`), so that the call is complete
-in itself. What was not kept makes a call that says so. The class of such a call is the operator's name.
-Elsewhere: which blocks a call touches (capture/ops/op_tensors.py), the words of the line (dump/journal.py).
-"""
+an output buffer that was not written yet is kept nowhere; and of a cache only the blocks that the call touches are
+kept. The idea: the line's VALUES become Python values in the order of the operator's signature. The blocks that there
+are become the whole cache, and block tables, slots and indices are renumbered for it (`Renumbered`), so that the call
+is complete in itself. What was not kept makes a call that says so. The class of such a call is the operator's name.
+Elsewhere: which blocks a call touches (capture/ops/op_tensors.py), the words of the line (dump/journal.py)."""
 
 from __future__ import annotations
 

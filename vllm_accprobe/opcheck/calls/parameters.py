@@ -280,7 +280,7 @@ _PARAMETERS_EXPERTS = ".routed_experts.quant_method"
 _SAMPLE = 4096
 """Elements of a fingerprint's sample, as capture/taps/params.py takes them (a test holds the two equal)."""
 _EXPERTS_OF_ROW = 8
-"""Chosen: experts of a row, where nobody recorded how many there are."""
+"""Chosen: experts of a row, where it was not recorded how many there are."""
 
 
 class ModuleParameters:

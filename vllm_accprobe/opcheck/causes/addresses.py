@@ -117,7 +117,7 @@ def _as_contiguous(trial: Trial, view: tuple[int, int]) -> Expected:
     known = ((head >= 0) & (head < heads)).reshape(tokens, heads, 1)
     value = y[token, head.clamp(0, heads - 1)].reshape(y.shape)
     mine = trial.mine().double()
-    value = torch.where(known, value, mine)  # nobody knows what the memory between the rows holds
+    value = torch.where(known, value, mine)  # it is not known what the memory between the rows holds
     unknown = torch.where(known, 0.0, 8.0 * (mine - y).abs() + mine.abs()).expand(y.shape)
     noise = unknown if plain.noise is None else plain.noise.expand(y.shape)[token, head.clamp(0, heads - 1)].reshape(
         y.shape) + unknown  # fmt: skip

@@ -12,8 +12,8 @@ counts as left: s**2 is at least k / |z|**2). An error of any direction in k dim
 numbers and the edit's own direction with probability I_{s**2}((k - f - 1) / 2, (f + 1) / 2), the incomplete beta
 function: the F-test of a regression with f + 1 regressors [N. Draper and H. Smith, Applied Regression Analysis, 3rd
 ed., section 5.3; R. Fisher, Metron 3 (1924) 90]. This lets the edit's size be free, which it is not. It is multiplied
-by all that was tried, each choice among alternatives included [Bonferroni], and what is likelier than RATE is not said.
-The fewest fitted numbers win, then the fewest choices; causes that hold equally are all said.
+by all that was tried, each choice among alternatives included [Bonferroni], and what is likelier than RATE is not
+reported. The fewest fitted numbers win, then the fewest choices; causes that hold equally are all said.
 
 An error that one factor of the output, one of each row or one of each column explains as well as the edit does has as
 many dimensions as it has factors, not as numbers: in one row, many settings give the same factor. Then k counts
@@ -54,7 +54,7 @@ SECONDS = 10.0
 _SLOWER = 3.0
 """Chosen: so many times as much wall time where the machine has something else to do, too."""
 _MOST_SAID = 3
-"""Chosen: causes that hold equally and are said; the rest is counted."""
+"""Chosen: causes that hold equally and are reported; the rest is counted."""
 _MOST_ROWS = 1024
 """Chosen: rows of a call that are judged one by one, half a millisecond each."""
 _ORDER = (SETTING, FACTOR, ADDRESS, PRECISION)
@@ -115,8 +115,8 @@ class ProvedCause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is said of an operator. found: the causes that hold equally; cls: the operator's class; tried: edits that
-    were tried, choices included; calls: that were examined."""
+    """What is reported of an operator. found: the causes that hold equally; cls: the operator's class; tried: edits
+    that were tried, choices included; calls: that were examined."""
 
     found: tuple[ProvedCause, ...]
     cls: str

@@ -271,7 +271,7 @@ class Pool:
     def __init__(self) -> None:
         self.rows = self.seen = 0
         self._met: set[float] = set()
-        self._errors: torch.Tensor | None = None
+        self._errors: list[torch.Tensor] = []  # each sorted, of twice as many as the next or more: sorting costs little
         self._columns: torch.Tensor | None = None
         self._grouped = self._grouped_squares = self._common = 0.0
         self._first: ErrorSums | None = None
@@ -303,7 +303,7 @@ class Pool:
         if not new:
             return
         by_row, by_column = s.by_row, s.by_column
-        if s.few or self._errors is not None:
+        if s.few or self._errors:
             planes = self._new_errors(s.planes[:, new])
             by_row, by_column = planes.sum(2), planes.sum(1)
         elif len(new) < len(powers):
@@ -318,14 +318,17 @@ class Pool:
 
     def _new_errors(self, planes: torch.Tensor) -> torch.Tensor:
         """``planes`` without errors that were met before (verdict.repeated), in these rows or in earlier ones."""
-        keys, known = keys_of(planes, self.unit), self._errors
+        keys, kept = keys_of(planes, self.unit), self._errors
         new = first_of(keys)
-        if known is not None:  # sorted
+        for known in kept:
             at = torch.searchsorted(known, keys).clamp_(max=len(known) - 1)
             new &= known[at] != keys
-        more = keys[new][: _KEPT - (0 if known is None else len(known))]
+        more = keys[new][: _KEPT - sum(map(len, kept))]
         if len(more):
-            self._errors = (more if known is None else torch.cat((known, more))).sort().values
+            more = more.sort().values
+            while kept and len(kept[-1]) < 2 * len(more):
+                more = torch.cat((kept.pop(), more)).sort().values
+            kept.append(more)
         return planes * new
 
     def pooled(self) -> tuple[float, float, float, float] | None:

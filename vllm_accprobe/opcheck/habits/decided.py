@@ -461,8 +461,8 @@ def settle(rows: Sequence[CheckResult], strict: bool = False) -> tuple[list[Chec
 
 
 def _with_truncating(found: MachineHabits, rows: Sequence[CheckResult]) -> MachineHabits:
-    """Also the operators whose outputs are seen to be truncated (rounding.py) where nobody knows what they round before
-    their results: each output's own verdict allows for it, layer by layer."""
+    """Also the operators whose outputs are seen to be truncated (rounding.py) where it is not known what they round
+    before their results: each output's own verdict allows for it, layer by layer."""
     known = {(h.operator, h.dtype) for h in found.habits if h.kind == ROUNDING}
     dtypes = {r.cls: r.dtype for r in rows if r.rounding}
     text = "rounds toward zero, its results or what they are made of"

@@ -42,7 +42,7 @@ TENSORS = ("value", "noise", "bound", "rows")
 @dataclass(frozen=True)
 class Case:
     """One call. about: op, class, tap, call, step, rank, id, and row_dims by role; expected: exact outputs that were
-    written down where the reference is somebody else's, by role, {} otherwise."""
+    written down where the reference is other code's, by role, {} otherwise."""
 
     about: Mapping[str, Any]
     call: Call

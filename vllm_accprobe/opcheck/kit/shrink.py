@@ -4,10 +4,10 @@ The problem: a failing call of a server has megabytes, of which a line shows the
 wrote. The idea: delta debugging [A. Zeller and R. Hildebrandt, IEEE TSE 28 (2002) 183] of what a reference can be
 evaluated on alone: rows, requests, heads, columns of a product or an activation. A part is kept while it fails in the
 ways in which the whole call did: what was captured is wrong, and, with a kernel at hand, what the kernel gives. Without
-one nobody knows how the kernel takes fewer rows: then aligned blocks of `GRAIN` are left out, so that tails and places
-within a tile stay, and a view stays one. Numbers are replaced where the fault is shown to stay: the kernel fails with
-them, or the cause is proved, which says what it gives for them. Not here: how a case is checked (bench.py), written
-(testgen.py).
+one it is not known how its kernel takes fewer rows: then aligned blocks of `GRAIN` are left out, so that tails and
+places within a tile stay, and a view stays one. Numbers are replaced where the fault is shown to stay: the kernel fails
+with them, or the cause is proved, which says what it gives for them. Not here: how a case is checked (bench.py),
+written (testgen.py).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def columns(call: Call, bench: Bench) -> CutAxis | None:
 
 def _redrawn(call: Call) -> Call | None:
     """The call with other numbers in its inputs and its history, token ids included; positions, weights and layouts
-    stay. None where it has a tensor of which nobody knows what it means."""
+    stay. None where it has a tensor of unknown meaning."""
     if call.args or call.kwargs or set(call.extra) - {"cache", *_CONSTANTS}:
         return None
     generator = torch.Generator().manual_seed(0)

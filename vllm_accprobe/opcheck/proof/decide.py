@@ -5,7 +5,7 @@ rounding resembles a fault. The idea: a module of mine that is wrong for its own
 ``replay``, before those that are inferred; one that golden runs as wrong is noted, not blamed. The pairs of a blamed
 output are measured against the replay's limit, so that a table and the verdict show one factor (`with_replayed`). A
 gap that holds a module proved wrong is none any more, and one proved right leaves it (`narrowed`). What a cache of 8
-bits alone does is said apart (`rounded_caches`). A proof is a plain value, made where torch is (prove.py), kept as
+bits alone does is reported apart (`rounded_caches`). A proof is a plain value, made where torch is (prove.py), kept as
 JSON, and applied here without torch. Not here: figures of caches (opcheck/references/caches.py).
 """
 
@@ -249,7 +249,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     right, shared, only = proof.right, proof.shared, proof.only_golden
     rows = _Rows(result, proof, excused)
     cleared = {o["module"] for o in result.origins if _cleared(o, rows)} - proved - excused
-    # A gap is named by the module around it, which another origin may be; what it contains is narrowed by gaps.py.
+    # A gap is named by the enclosing module, which another origin may be; what it contains is narrowed by gaps.py.
     rest = [o for o in result.origins if o.get("gap") or o["module"] not in proved | excused | cleared]
     where = " in part" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
@@ -271,12 +271,15 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     if came_in:
         notes.append(f"replay: {_modules(len(came_in))} suspected and right for its own inputs, first {came_in[0]}: "
                      "what differs there came in with the inputs, and is not blamed")  # fmt: skip
-    rest.sort(key=lambda o: o["module"] in right)  # stable: in data-flow order otherwise
+    # Stable: in data-flow order otherwise. A wrong weight is proved, though its operator is right.
+    rest.sort(key=lambda o: o["module"] in right)
+    loaded = [o for o in rest if o.get("evidence") == "values" and str(o["role"]).startswith("param.")]
+    named = sorted([*loaded, *first], key=lambda o: (o.get("tier") == SIBLING_OUTLIER, order.get(o["module"], 1 << 60)))
     verdict = FAIL if first else result.verdict
     kept_notes = [n for n in result.notes if not (first and n == messages.NOBODY)]
     machines = {side: [h.plain() for h in habits] for side, habits in proof.machines.items()}
     decided = replace(
-        result, origins=[*first, *rest], verdict=verdict, notes=[*notes, *kept_notes],
+        result, origins=[*named, *(o for o in rest if o not in loaded)], verdict=verdict, notes=[*notes, *kept_notes],
         machines=machines or result.machines, pairs=with_replayed(result.pairs, first),
     )  # fmt: skip
     return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)

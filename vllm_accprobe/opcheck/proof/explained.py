@@ -262,7 +262,7 @@ class _Replayed:
                 made.setdefault(r.hash, r)
             distinct.setdefault(r.hash, r)
         self._made[moment] = made
-        # One tensor for each content: an input that nobody gave out (the model's own) may be part of a sum, too.
+        # One tensor for each content: an input that no module gave out (the model's own) may be part of a sum, too.
         self._steps[moment] = sorted((made.get(h, r) for h, r in distinct.items()), key=lambda r: r.seq)
 
     def _keys(self, r: Record) -> np.ndarray | None:

@@ -114,7 +114,7 @@ LARGEST = 1 << 25
 
 _SPOILT = 0.5
 """Chosen: of the largest error, what another row of the same call must have to be named in that row's place: a fault
-that spoils both leaves about as much in each, and an honest row has hundreds of times less."""
+that spoils both leaves about as much in each, and a correct row has hundreds of times less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +415,7 @@ def prove(
     explained: Explained | None = None, causes: Mapping[str, Any] | None = None,
 ) -> ReplayResult:  # fmt: skip
     """golden, mine: check_tap's rows of the two, settled (decided.py); splits: by tap; outliers: outputs of mine
-    unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;
+    unlike their siblings; machines: how each computes, which is then not said again in a note; explained: explained.py;
     causes: by tap (opcheck/causes/examine.py)."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
     found, theirs = wrong(mine), wrong(golden)

@@ -322,7 +322,7 @@ def _on_the_way(call: Call, function: Any, found: Mapping[str, Any], widened: Wi
         noise = u * number.clamp(min=0.0).sqrt() * size["output.0"].double()
         return dict.fromkeys(("output.0", "inplace.input.0"), noise)
     beta = arguments["beta"]
-    added = beta * arguments["self"] if beta else 0.0  # without beta it may be memory that nobody wrote
+    added = beta * arguments["self"] if beta else 0.0  # without beta it may be memory that was never written
     return {"output.0": (u * (value - added).abs()).nan_to_num(0.0)}
 
 

@@ -60,7 +60,7 @@ def inside(call: Call) -> Inside:
 
 
 def all_seen(call: Call) -> None:
-    """Raises Declined where a part of this block ran that was not captured: nobody knows what it added."""
+    """Raises Declined where a part of this block ran that was not captured: it is not known what it added."""
     if unseen := call.extra.get("unseen"):
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         raise Declined(f"a block of which parts were not captured ({unseen[0]}{more})")

@@ -199,7 +199,7 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 @dataclass(frozen=True)
 class RowAdapters:
-    """``Call.extra["adapters"]``. of_row: the name of each row's adapter, "" for none, None where nobody knows;
+    """``Call.extra["adapters"]``. of_row: the name of each row's adapter, "" for none, None where it is not known;
     weights: by name and part ("" where the layer is one) lora_a [r, inputs], lora_b [outputs, r] and scaling; no part
     where the adapter has nothing for this layer; reloaded: names of those that were loaded again with other weights."""
 

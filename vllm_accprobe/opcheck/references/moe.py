@@ -87,7 +87,7 @@ def _top(values: Any, k: int, tie: float) -> tuple[Any, Any]:
 
 
 def dense(weights: Any, ids: Any, experts: int) -> Any:
-    """[tokens, k] weights and expert ids → [tokens, experts]; an id below 0 is nobody."""
+    """[tokens, k] weights and expert ids → [tokens, experts]; an id below 0 is no expert."""
     out = torch.zeros(len(ids), experts, dtype=torch.float64)
     return out.scatter_add(1, ids.long().clamp(min=0), torch.where(ids >= 0, weights.double(), 0.0))
 

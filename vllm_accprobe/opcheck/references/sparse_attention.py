@@ -57,7 +57,8 @@ def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
 
 
 def rows_to_judge(value: Tensor, seen: Tensor) -> Tensor | None:
-    """bool [rows], None for all: next to a large number, which nobody wrote, a row's own errors would not be seen."""
+    """bool [rows], None for all: next to a large number, which was never written, a row's own errors would not be
+    seen."""
     size = torch.where(torch.isfinite(value), value.abs(), 0.0)
     rows = size.masked_fill(seen, 0.0).amax(1) <= size.masked_fill(~seen, 0.0).amax(1)
     return None if bool(rows.all()) else rows

@@ -30,7 +30,7 @@ from vllm_accprobe.opcheck.run.result_row import Unavailable
 FUNCTION = "function"
 """In Call.extra: ``package.module:name`` of the Python function that is the kernel."""
 FRESH = "fresh"
-"""In Call.extra: places of the arguments that are only written to, whose values before are nobody's."""
+"""In Call.extra: places of the arguments that are only written to, whose earlier values do not matter."""
 _VLLM = ("torch.ops._C.", "torch.ops.vllm.", "torch.ops._moe_C.", "torch.ops._C_cache_ops.")
 
 _UNDEFINED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "empty_permuted")

@@ -33,7 +33,7 @@ def lines(rows: Sequence[CheckResult], totals: Totals, mode: str, most: int | No
     n = totals.statuses.get(PASS, 0) + totals.statuses.get(FAIL, 0) + totals.statuses.get(WARNING, 0)
     what = f"{totals.checked:,} of {totals.calls:,} calls run here, {mode}: "
     remark = "differ within rounding" if runs else "are not batch-invariant within rounding"
-    fault = "race or hand out memory that nobody wrote" if runs else "depend on their batch beyond rounding"
+    fault = "race or return memory that was never written" if runs else "depend on their batch beyond rounding"
     equal = totals.statuses.get(PASS, 0)
     counts = f"{equal:,} of {n:,} outputs are equal to the bit"
     out = [f"{'FAIL' if bad else 'PASS'}: {what}{counts}"]

@@ -1,10 +1,10 @@
-"""The same inputs N times: an operator that races, or returns memory that nobody wrote, gives other numbers.
+"""The same inputs N times: an operator that races, or returns memory that was never written, gives other numbers.
 
 The problem: on an idle machine the allocator gives an operator the same clean memory and its threads run one after
 another, so that a replay that runs it once sees nothing. The idea: before each run memory is filled with a byte that
 changes from run to run (`PATTERNS`), and every other run has threads that take its cores, and on CUDA a busy stream. An
 element whose bytes are that byte in every run was never written; an output that is always the same for one byte and
-another for another one was computed from memory that nobody wrote. What differs otherwise is a matter of timing:
+another for another one was computed from memory that was never written. What differs otherwise is a matter of timing:
 different within the operator's own floor is how sums of atomics come out, and a remark; beyond it, wrong. What differs
 is run again under torch's switch for deterministic algorithms. Where filling does not reach (another C library, a
 kernel's own workspace), nothing is found.
@@ -213,7 +213,7 @@ class RunDifferences:
 
     @property
     def unwritten(self) -> Any:
-        """bool [elements]: what nobody wrote. None of them where memory contained one byte only."""
+        """bool [elements]: what was never written. None of them where memory contained one byte only."""
         return self._unwritten if len(self._by_byte) > 1 else torch.zeros_like(self._unwritten)
 
     @property
@@ -432,7 +432,7 @@ def _row(
             size = "non-finite" if v.measure == "nonfinite" else size
             message += f"; run {d.furthest_run}: {gap_words(d.gap)}, {size} against {against}"
         if kind == MEMORY:
-            message += "; it follows what memory contained before: it reads what nobody wrote"
+            message += "; it follows what memory contained before: it reads memory that was never written"
         elif v is not None and v.passed:
             message += "; within rounding, as sums in another order are"
         else:

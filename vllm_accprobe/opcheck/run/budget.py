@@ -1,9 +1,9 @@
 """Which calls of two dumps are replayed, and which of their rows, where there is not the time for all.
 
 The problem: a replay of a large pair takes hours, and a verdict should come in a minute; what is left out cannot be
-acquitted, and what nobody examines cannot be found. The idea: what a call costs follows from its shapes (elements, rows
+acquitted, and what is not examined cannot be found. The idea: what a call costs follows from its shapes (elements, rows
 times weights, rows times what attention reads) and from how fast this machine is, which is measured in a
-hundredth of a second. So the plan is made beforehand, in stretches of some rows of a step, of mine with the same rows
+hundredth of a second. So the plan is made in advance, in stretches of some rows of a step, of mine with the same rows
 of golden, because both are needed: what the comparison suspects and what lies inside it; modules whose constants
 differ; the pairs that failed, the worst first; then every tap, in stretches that bring in both phases, ends of chunks,
 sizes of batches, late positions and each request; then more. The first three have a share of the time each, so that
@@ -188,7 +188,7 @@ class Planner:
         whole = limit is None or self.fits(limit) or self.seconds * slower <= _SURE * limit
         if not whole and limit is not None:
             found = _Choice(self, self._sides, self._taps, self._processes, _SURE * limit / slower, wishes).plan(of)
-            if found.tasks:  # else nobody knows whose rows these are
+            if found.tasks:  # else it is not known whose rows these are
                 return replace(found, seconds=found.seconds * slower)
         tasks = [Task(n, rank, tap) for n, (rank, tap, _) in self._in_turn(self._order(wishes))]
         return ReplayPlan(tasks, of, of, self.seconds * slower, whole)

@@ -287,23 +287,24 @@ def _checked(
     message = message_of(v, request, position, expected, len(rows))
     what = record.role, record.dtype, record.shape, record.seq
     row = judged(c, what, v, measures, (count, len(rows), left), message, (request, position))
-    row = on_grid(replace(row, by_name=expected.by_name), record, dtype)
+    more: dict[str, Any] = {"by_name": expected.by_name}
     if expected.rows is not None and len(rows) < count:
-        row = replace(row, left=tuple(((~expected.rows).nonzero().flatten() + (first + c.first)).tolist()))
+        more["left"] = tuple(((~expected.rows).nonzero().flatten() + (first + c.first)).tolist())
     if evidence:
-        row = replace(row, evidence=evidence)
+        more["evidence"] = evidence
     if (moved := expected.cache) is not None:
-        row = replace(row, cache=(moved.kind, moved.share, moved.expected, moved.most))
+        more["cache"] = (moved.kind, moved.share, moved.expected, moved.most)
     if not v.passed:
-        row = replace(row, chance=min(1.0, v.chance * options.budget.outputs))
-    if expected.only_measured:
-        return replace(row, status=SKIP, checked=0, unchecked_because=expected.only_measured,
-                       message=expected.only_measured)  # fmt: skip
-    if expected.unseen and row.status == PASS:
-        return replace(row, status=SKIP, checked=0, unchecked_because=expected.unseen, message=expected.unseen)
+        more["chance"] = min(1.0, v.chance * options.budget.outputs)
+    if unchecked := expected.only_measured or (expected.unseen if v.passed else ""):
+        more |= {"status": SKIP, "checked": 0, "unchecked_because": unchecked, "message": unchecked}
+    elif pools is not None:
+        more["smallest"] = _smallest(v, options.budget.output)
+    row = on_grid(replace(row, **more), record, dtype)
+    if unchecked:
+        return row
     if pools is not None:
         pools.add(row, v)
-        row = replace(row, smallest=_smallest(v, options.budget.output))
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
     share = ait.abs_share(reference, mine, dtype) if options.within else None
     return row if share is None else replace(row, algorithm=f"{row.algorithm} {ait.WITHIN}{share:.12g}".strip())

@@ -152,7 +152,8 @@ def corrected(modules: Mapping[int, dict[str, Module]], built: BuiltCheck) -> li
 
 
 def _never_called(dump: Any) -> list[str]:
-    """Modules with weights whose forward nobody called: what they are for is computed past them, and is not checked."""
+    """Modules with weights whose forward was not called: what they are for is computed past them, and is not
+    checked."""
     modules = {
         (p.rank, p.tap): p.cls
         for p in getattr(dump, "lives", NO_LIVES).prints
@@ -335,7 +336,7 @@ def _explained(
 
 def _values(dump: Any, record: Any) -> np.ndarray | None:
     try:
-        with np.errstate(invalid="ignore"):  # memory that nobody wrote holds any bits
+        with np.errstate(invalid="ignore"):  # memory that was never written holds any bits
             return np.asarray(widen(dump.read(record), record.dtype, as_float=True)).astype(np.float64)
     except (DumpError, OSError):
         return None

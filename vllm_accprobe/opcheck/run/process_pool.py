@@ -201,7 +201,7 @@ def main() -> None:
 
     def say(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")
-        if "row" not in message:  # rows go out with what is said next
+        if "row" not in message:  # rows go out with what is reported next
             channel.flush()
 
     try:

@@ -2,7 +2,7 @@
 
 The problem: the page is opened offline, from a mail or a ticket. The idea: a template with few holes: escaped HTML
 (sections.py), and JSON in a data block for the page's own scripts, which draw SVG; a chart library is two megabytes.
-Data are gzip as base64. Not here: what is said (facts.py), the compact form (data.py), charts' data (charts.py).
+Data are gzip as base64. Not here: what is reported (facts.py), the compact form (data.py), charts' data (charts.py).
 """
 
 from __future__ import annotations

@@ -38,13 +38,16 @@
   const asNumber = (x) => (x === null || x === undefined ? -Infinity : typeof x === "number" ? x : x === "-Inf" ? -Number.MAX_VALUE : Infinity);
   const rank = { fail: 2, pass: 1, skip: 0 };
 
+  const longest = (c) => (c.d || c.v || []).reduce((most, x) => Math.max(most, String(x ?? "").length), 0);
+  const fits = (letters, least, most) => Math.min(most, Math.max(least, Math.round(letters * 7.3) + 18));
+
   // key: number to sort by; text: what the cell shows; prio p2, p3: hidden on narrower pages; ends: what has no room
   // keeps its end, which says more of a name than its beginning.
   // unless: a column that says nothing here is left out.
   const COLUMNS = [
     { id: "status", label: "Status", w: 76, cls: "st", text: (i) => col.status.at(i), key: (i) => rank[col.status.at(i)] ?? 3, down: true },
     { id: "order", label: "Tap", w: 0, cls: "name", text: (i) => col.tap.at(i) + (col.call.at(i) ? " #" + col.call.at(i) : ""), tip: nameTip, ends: true, key: (i) => asNumber(col.order.at(i)) },
-    { id: "role", label: "Tensor", w: 112, cls: "name", text: (i) => col.role.at(i), text_key: "role" },
+    { id: "role", label: "Tensor", w: fits(longest(col.role), 112, 160), cls: "name", text: (i) => col.role.at(i), text_key: "role" },
     { id: "step", label: "Step", w: 56, num: true, text: (i) => number(col.step.at(i), 6), key: (i) => asNumber(col.step.at(i)) },
     { id: "rank", label: "Rank", w: 56, num: true, prio: "p3", unless: col.rank.d || (col.rank.v && !col.rank.v.some((x) => x !== 0)), text: (i) => number(col.rank.at(i), 6), key: (i) => asNumber(col.rank.at(i)) },
     { id: "phase", label: "Phase", w: 68, prio: "p2", text: (i) => col.phase.at(i) ?? "–", text_key: "phase" },
@@ -55,7 +58,7 @@
     { id: "limit", label: "Limit", w: 82, num: true, prio: "p2", text: (i) => (col.measure.at(i) === "row_norm_ratio" ? "1 ± " : "") + number(col.allowed.at(i) ?? col.limit.at(i), 2), key: (i) => asNumber(col.allowed.at(i) ?? col.limit.at(i)), down: true },
     { id: "cosine", label: "Cosine", w: 86, num: true, prio: "p2", text: (i) => number(col.cosine.at(i), 6), key: (i) => { const x = asNumber(col.cosine.at(i)); return x === -Infinity ? Infinity : x; } },
     { id: "max_abs_err", label: "Max abs", w: 82, num: true, prio: "p3", text: (i) => number(col.max_abs_err.at(i), 3), key: (i) => asNumber(col.max_abs_err.at(i)), down: true },
-    { id: "where", label: "Worst at", w: 96, prio: "p3", text: (i) => where(i) || "–", key: (i) => asNumber(col.worst_position.at(i)) },
+    { id: "where", label: "Worst at", w: fits(longest(col.worst_request) + 3 + longest(col.worst_position), 96, 150), prio: "p3", text: (i) => where(i) || "–", key: (i) => asNumber(col.worst_position.at(i)) },
     { id: "message", label: "Message", w: 170, prio: "p3", unless: (col.message.d && !col.message.d.some(Boolean)) || (col.measure.d && col.measure.d.some(Boolean)), text: (i) => col.message.at(i) || "", text_key: "message" },
   ].filter((c) => !c.unless);
   if (window.matchMedia("(max-width: 760px)").matches) {   // how bad it is stays in sight where the others scroll
