@@ -98,13 +98,14 @@ ONCE = ("pip install .", "bash scripts/demo.sh", "accprobe doctor")
 """Typed in the first part that has them."""
 FAULTY = re.compile(r"--out (mine-\w+|itself)$|^VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine ")
 """On the second machine, where a fault is planted."""
-FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3, "rows": "position>=40"}'"""
+FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3, "rows": "position>=8"}'"""
 DIFFERS = ("gate", "compare", "opcheck", "eval-diff")
 """Commands that end with 1 in these parts, since a fault is there to be found."""
-ENDS = {
-    "(cd accprobe-gentest && python -m pytest -q)": 1,  # "the test fails, as it should"
-    "accprobe opcheck mine --ops RMSNorm": 0,  # not where the fault is
-    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': 0,  # "if it passes"
+ENDS: dict[str, tuple[int, ...]] = {
+    "accprobe bisect -- vllm serve MODEL": (0, 1),  # compiled and eager kernels round alike on some processors only
+    "(cd accprobe-gentest && python -m pytest -q)": (1,),  # "the test fails, as it should"
+    "accprobe opcheck mine --ops RMSNorm": (0,),  # not where the fault is
+    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': (0,),  # "if it passes"
 }
 _SERVES = re.compile(r"([A-Z_]+=(\S+|'[^']*') )*vllm serve |accprobe errcheck -- vllm serve ")
 PORT = 8000
@@ -172,9 +173,9 @@ def lines(part: Part) -> list[str]:
     return [s.text for s in snippets(part.page) if s.kind == COMMAND and begin < s.line < end]
 
 
-def expected(line: str) -> int:
+def expected(line: str) -> tuple[int, ...]:
     word = re.search(r"\baccprobe ([\w-]+)", line)
-    return ENDS.get(line, int(bool(word and word[1] in DIFFERS)))
+    return ENDS.get(line, (int(bool(word and word[1] in DIFFERS)),))
 
 
 def main() -> int:
@@ -220,10 +221,10 @@ def main() -> int:
                     typed = f"ACCPROBE_FAULT={FAULT} {typed}"
                 load = os.getloadavg()[0]
                 code, took, used = shell.type(served(typed) if _SERVES.match(line) else typed)
-                good = code == expected(line)
+                good = code in expected(line)
                 wrong += not good
                 shown = line.replace("|", "\\|")
-                end = f"{code}" if good else f"{code}, not {expected(line)}"
+                end = f"{code}" if good else f"{code}, not {' or '.join(map(str, expected(line)))}"
                 row = f"| {part.name} | `{shown}` | {took:.1f} | {used:.1f} | {load:.0f} | {end} |"
                 table.write(row + "\n")
                 table.flush()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from online.online_runs import free_port
 from opcheck.proof.test_replay_process import GAIN, dump
 from support.interrupts import in_the_foreground
 
@@ -32,7 +33,7 @@ COMMANDS = {
     "run-shell": "run -- 'sleep 600 & sleep 601'",
     "errcheck": "errcheck -- sleep 600",
     "golden-make": "golden make MODEL --out x.golden",
-    "send": "send p.txt --engine 'vllm serve MODEL' --out NEW",
+    "send": "send p.txt --engine 'vllm serve MODEL --port PORT' --out NEW",
 }
 
 
@@ -115,7 +116,7 @@ def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, req
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))
     mark = f"{request.node.name}-{os.getpid()}"
     children = 2 if command.startswith(("opcheck", "golden")) or "&" in command else 1
-    words = [ACCPROBE, *shlex.split(command.replace("NEW", f"new-{number}"))]
+    words = [ACCPROBE, *shlex.split(command.replace("NEW", f"new-{number}").replace("PORT", str(free_port())))]
     before = {*place.glob("accprobe-golden-*")}
     env = {"PYTHONPATH": path, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
     assert left_behind(words, mark, env, number, place, children) == []

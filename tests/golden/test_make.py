@@ -22,7 +22,7 @@ from vllm_accprobe.cli.golden_server import _line
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.localize import MEASURED, RowSizes
 from vllm_accprobe.gate.sending import client
-from vllm_accprobe.gate.sending.client import Reply
+from vllm_accprobe.gate.sending.client import NotServed, Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.golden import make as golden
@@ -225,6 +225,21 @@ def test_a_prompt_that_no_pack_can_carry_is_refused_first(machine: Machine, caps
     assert main(["golden", "make", "M", "--out", "x.golden", "--prompts", "prompts.jsonl"]) == 2
     assert "prompts.jsonl, far: a prompt has an image that is not in the pack itself" in capsys.readouterr().err
     assert machine.starts == []
+
+
+def test_the_log_that_an_error_names_is_there_to_be_read(machine: Machine, monkeypatch: Any, capsys: Any) -> None:
+    @contextlib.contextmanager
+    def dies(name: str, command: str, environ: Any, out: Path, *_: object) -> Iterator[Any]:
+        (out / "large").write_bytes(bytes(10))
+        (out / "engine-0.log").write_text("ValueError: no memory")
+        raise NotServed(f"the server ended; read {out / 'engine-0.log'}")
+        yield
+
+    monkeypatch.setattr(golden, "served", dies)
+    assert main(["golden", "make", "M", "--out", "x.golden", "--prompts", "prompts.jsonl"]) == 2
+    log = Path(capsys.readouterr().err.split("read ")[1].strip())
+    assert log.read_text() == "ValueError: no memory"
+    assert [p.name for p in Path().glob("accprobe-golden-*/**/*") if p.is_file()] == ["engine-0.log"]
 
 
 def test_check_compares_ids_first_then_answers_then_rows(machine: Machine, capsys: Any) -> None:

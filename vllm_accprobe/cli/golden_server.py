@@ -94,14 +94,32 @@ class GoldenWorkOptions:
                 shutil.rmtree(home)
             return
         if self.keep is None:
-            with unwinding(), tempfile.TemporaryDirectory(prefix="accprobe-golden-", dir=Path.cwd()) as folder:
-                yield Path(folder)
+            with unwinding(), _removed() as folder:
+                yield folder
             return
         if self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):
             raise CommandError(f"--keep {self.keep} exists and is not empty: name a new folder")
         places.check_place(self.keep, option="--keep")
         self.keep.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield self.keep
+
+
+@contextmanager
+def _removed() -> Iterator[Path]:
+    """A new folder here that is removed, but for a log that the error names: it is to be read."""
+    folder = Path(tempfile.mkdtemp(prefix="accprobe-golden-", dir=Path.cwd()))
+    named: Path | None = None
+    try:
+        yield folder
+    except Exception as error:
+        named = next((log for log in folder.rglob("*.log") if str(log) in str(error)), None)
+        raise
+    finally:
+        text = named.read_bytes() if named is not None else b""
+        shutil.rmtree(folder)
+        if named is not None:
+            named.parent.mkdir(mode=0o700, parents=True)
+            named.write_bytes(text)
 
 
 @dataclass(frozen=True)

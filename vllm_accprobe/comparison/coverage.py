@@ -82,10 +82,11 @@ def _behind(golden: np.ndarray, mine: np.ndarray) -> int:
     return int(((at >= 0) & (subject(before) == subject(golden)) & (before < golden) & np.isin(before, last)).sum())
 
 
-def finished(measured: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
-    """``coverage`` with what judging adds: rows that other experts may have computed, and choices without a margin."""
+def finished(measured: Mapping[str, Any], routing: Routing, pairs: Mapping[str, int]) -> dict[str, Any]:
+    """``coverage`` with what judging adds: rows that other experts may have computed, choices without a margin, and
+    ``pairs``, by reason, of which no row is judged."""
     left = {why: len(routing.left[why]) for why in (ROWS_AFTER, ROWS_BEHIND, NOT_COMPARED)}
-    counts = left | {UNRULED: routing.unruled, UNKNOWN: routing.unknown}
+    counts = {**left, UNRULED: routing.unruled, UNKNOWN: routing.unknown, **pairs}
     skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
     return {k: v for k, v in measured.items() if k != ENDED} | {"skipped": skipped}
 

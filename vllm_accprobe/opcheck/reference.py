@@ -82,7 +82,7 @@ class Expected:
     a sentence for any result. only_measured: why no verdict is allowed, "" where one is. unseen: what the output rests
     on that was not computed again, so that it may fail and never pass; "" for nothing. exact: the exact output, where
     value was rounded itself (another machine's, another run's). cache: the effect of an 8-bit cache. by_name: it
-    supposes what blocks of its class usually do."""
+    supposes what blocks of its class usually do. failed: the reference raised, which ``reason`` says: no verdict."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -100,6 +100,7 @@ class Expected:
     groups: float | None = None
     shared: bool = False
     cache: CacheRounding | None = None
+    failed: bool = False
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Expected:
         """The same with ``change`` applied to value, noise and bound."""

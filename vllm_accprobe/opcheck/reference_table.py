@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
-from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD, INSIDE
 from vllm_accprobe.opcheck.reference import (
     BACKWARD,
     BY_ROWS,
@@ -113,7 +113,9 @@ class References:
             return outputs
         if FORWARD in call.attrs and not call.extra.get(UNROUNDED):
             inner = _outputs(self.find(RECEIVED), call)
-            if not isinstance(inner, Declined):
+            if isinstance(inner, Declined) and inner.failed:
+                outputs = {**outputs, **_not_computed(call, inner.reason)}
+            elif not isinstance(inner, Declined):
                 open_ = all(isinstance(e, Expected) and (e.unseen or e.only_measured) for e in outputs.values())
                 outputs = {**(only(inner, unseen=PARTS_ALONE) if open_ else inner), **outputs}
         found = {role: x if isinstance(x, Expected) else Expected(x) for role, x in outputs.items()}
@@ -144,6 +146,12 @@ PARTS_ALONE = "only what its parts received was checked"
 _DRAWS = 4
 """Chosen: signs of the inputs' halves. Most of these operators read one or two numbers for an element, whose four
 pairs of signs four draws hit nearly always, and the largest counts."""
+
+
+def _not_computed(call: Call, why: str) -> dict[str, Expected]:
+    """Rows without a verdict for what the block's parts received: its reference failed."""
+    return {role: Expected(t, reason=why, failed=True)
+            for role, t in call.outputs.items() if role.startswith(INSIDE) and role in call.attrs[FORWARD]}  # fmt: skip
 
 
 def _values(outputs: Mapping[str, Any] | Declined) -> dict[str, Any]:

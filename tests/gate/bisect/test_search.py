@@ -162,6 +162,15 @@ def test_what_two_logs_tell_alike_is_not_searched() -> None:
     assert found.causes[0].names == ("a2",)
 
 
+def test_what_two_logs_tell_alike_stays_plain() -> None:
+    """As in the command its default may follow another setting: custom operators are on where all is eager."""
+    engine = Engine(EIGHT, lambda on: "a2" in on or "a7" in on)
+    found = Search(EIGHT, engine, golden=False, equal=lambda bad, plain: frozenset({"a7"})).find()
+    assert [c.names for c in found.causes] == [("a2",)]
+    assert found.rest is not None
+    assert found.rest.kind == PASS
+
+
 # --- delta debugging against predicates of every kind, counted ---
 
 

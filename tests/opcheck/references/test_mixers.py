@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.dump.schema import Layout, Record, RowSpace, Segment
 from vllm_accprobe.opcheck.calls import neighbours
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
@@ -17,7 +18,7 @@ from vllm_accprobe.opcheck.causes.api import Outputs, Trial
 from vllm_accprobe.opcheck.causes.search import Examined, search
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import mixers
-from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, OtherStates, carried
+from vllm_accprobe.opcheck.references.mixers import CARRIED, OtherStates, carried
 from vllm_accprobe.opcheck.references.recurrent import EPSILON
 from vllm_accprobe.opcheck.registry import default_references
 

@@ -14,9 +14,10 @@ from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof.prove import covers
+from vllm_accprobe.opcheck.reference import RECEIVED, Call, Reference, reference
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, CheckResult
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, CheckResult
 
 D = 16
 """As many as there are rows, so that no shape says which dimension is meant."""
@@ -143,15 +144,27 @@ class FirstOfPerhaps(Block):
         return x + self.a(x)[0]
 
 
+def test_a_reference_of_what_parts_received_that_fails_is_an_error_row(tmp_path: Path) -> None:
+    @reference(RECEIVED)
+    def broken(call: Call) -> None:
+        raise ZeroDivisionError("broken")
+
+    rows = [r for r in rows_of(Residual(), tmp_path / "d", alone=True, more=broken) if r.tap == ROOT_TAP]
+    assert [(r.role, r.status) for r in rows] == [("output.0", PASS), ("b/input.input", ERROR)]
+    assert "ZeroDivisionError: broken" in rows[1].message
+
+
 class OneBatch(Block):
     def forward(self, x):
         return self.b(x[None, ...])[0, ...] + self.a(x)
 
 
 def rows_of(
-    block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None, *, alone: bool = False
-) -> list[CheckResult]:
-    """opcheck's rows of a model that holds ``block``, or of it ``alone``; run: what runs in place of its code."""
+    block: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None,
+    *, alone: bool = False, more: Reference | None = None,
+) -> list[CheckResult]:  # fmt: skip
+    """opcheck's rows of a model that holds ``block``, or of it ``alone``; run: what runs in place of its code; more: a
+    reference besides ours."""
     torch.manual_seed(0)
     model = (block if alone else nn.Sequential(block)).bfloat16().eval()
     function = type(block).forward
@@ -163,6 +176,8 @@ def rows_of(
         finally:
             function.__code__ = right
     calls, references = Calls(open_dump(root), None), default_references()
+    if more is not None:
+        references.add(more)
     return [row for rank, tap, _ in calls.taps()
             for row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())]  # fmt: skip
 

@@ -27,8 +27,9 @@ import torch
 from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, Ticket
 from vllm_accprobe.capture.taps.formulas import formulas
+from vllm_accprobe.capture.taps.leaf_code import leaf_code
 from vllm_accprobe.config import ProbeConfig, words_choose
-from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.block_code import CODE, FORWARD
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -444,6 +445,8 @@ class Taps:
             described = attributes(module) if chosen else {}
             if chosen and module._modules:
                 described[FORWARD] = formulas(module, argument_names)
+            elif chosen and (words := leaf_code(module)):
+                described[CODE] = words
             for tap in taps:
                 if tap in chosen:
                     self._owner.module(Module(tap, cls, index, described, source))

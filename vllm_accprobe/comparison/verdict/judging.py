@@ -577,6 +577,7 @@ class _Judge:
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
         of_states = state_notes(setting.states)
         notes = [*place_notes(setting.weights), *alone, *of_states, *setting.notes, *images, *about_floor, *lines]
+        none = sum(p.message == NONE_JUDGED for p, _ in self.pairs)
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -584,7 +585,7 @@ class _Judge:
             mine_run=setting.mine_run,
             golden_ids=setting.golden_ids,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.routing)
+            coverage=finished(setting.coverage, self.routing, {NONE_JUDGED: none})
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,

@@ -116,7 +116,7 @@ class Cause:
 @dataclass
 class Found:
     """verdict: same, found, inconsistent (an outcome changed when it was repeated), elsewhere (the plain configuration
-    fails, too) or None: nothing could be tried, and ``why``. axes: those that were searched; equal: left out, because
+    fails, too) or None: nothing could be tried, and ``why``. axes: those that were searched; equal: left plain, because
     two logs tell them alike; held: left as in the command, because without them nothing starts."""
 
     verdict: str | None
@@ -145,6 +145,7 @@ class Search:
         self._axes, self._attempt, self._golden, self._again = list(axes), attempt, golden, again
         self._narrow, self._equal, self._parts, self._length, self._say = narrow, equal, parts, lengths, say
         self.outcomes: dict[Configuration, list[TrialOutcome]] = {}
+        self._settled: frozenset[str] = frozenset()
 
     def find(self) -> Found:
         """Everything, from the first trial on. Raises what trials raise."""
@@ -174,7 +175,8 @@ class Search:
         """One set after another, until the command passes without them."""
         found.equal = tuple(sorted(equal))
         left = [n for n in names if n not in base and n not in equal]
-        base |= equal & frozenset(names)
+        # Plain from here on: as in the command, a default may follow another setting (custom operators of eager ones).
+        self._settled = equal - base
         while left and len(found.causes) < MAX_CAUSES:
             cause = self._cause(left, base, found.causes)
             found.causes.append(cause)
@@ -281,7 +283,8 @@ class Search:
         return numbers[a], numbers[b]
 
     def _rest(self, chosen: Sequence[str], apart: frozenset[str]) -> Configuration:
-        return without(chosen, apart, self._axes, {a.name: self._parts(a) for a in self._axes})
+        settled = [*chosen, *self._settled]
+        return without(settled, apart, self._axes, {a.name: self._parts(a) for a in self._axes})
 
     def _axis(self, name: str) -> ServerSetting:
         each = [*self._axes, *(p for a in self._axes for p in a.parts)]

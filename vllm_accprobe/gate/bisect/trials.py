@@ -365,11 +365,11 @@ class Trier:
 
     def line(self, found: Found, cause: Cause, what: str) -> str:
         """The command to type. what: ``fails``, the set alone; ``plain``; ``passes``, the command without the set."""
-        base = frozenset({*found.equal, *found.held})
+        base = frozenset(found.held)
         configurations = {
             "fails": Configuration(base | set(cause.names), cause.apart),
             "plain": Configuration(base),
-            "passes": without((*cause.before, *cause.names), cause.gone, self.axes, self._parts),
+            "passes": without((*cause.before, *cause.names, *found.equal), cause.gone, self.axes, self._parts),
         }
         return self.made(configurations[what]).line()
 

@@ -24,7 +24,7 @@ import torch
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
-from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD, INSIDE
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
@@ -34,7 +34,7 @@ from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
-from vllm_accprobe.opcheck.references.mixers import CARRIED, INSIDE, KINDS, OtherStates
+from vllm_accprobe.opcheck.references.mixers import CARRIED, KINDS, OtherStates
 
 _LEFT = 8
 """Chosen: finished requests of which the rows are kept: a slot of states is given to another soon."""

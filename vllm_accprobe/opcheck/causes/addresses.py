@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD, INSIDE
 from vllm_accprobe.opcheck.calls.views import known_memory, without_gaps
 from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, among, edited, moved, with_value
 from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns
@@ -26,7 +26,6 @@ from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, required
 from vllm_accprobe.opcheck.references.linear import partial
-from vllm_accprobe.opcheck.references.mixers import INSIDE
 from vllm_accprobe.opcheck.references.parts import ranks_of
 
 _ROTARY = ("*RotaryEmbedding",)

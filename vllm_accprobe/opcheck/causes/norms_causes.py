@@ -100,12 +100,12 @@ def _divisors(trial: Trial) -> Iterator[Guess]:
 def _weighed(change: Callable[[Any, float], Any]) -> Callable[[Trial, Any], Call]:
     """A change of the weight. change: (weight, what the norm adds to it) → weight."""
     return lambda trial, _: edited(trial.call, params={
-        "weight": change(trial.call.param("weight"), norms.offset_of(trial.call.cls))})  # fmt: skip
+        "weight": change(trial.call.param("weight"), norms.offset_of(trial.call))})  # fmt: skip
 
 
 def _centred(trial: Trial, _: Any) -> Any:
     call = trial.call
-    weight = call.param("weight") + norms.offset_of(call.cls) if "weight" in call.params else None
+    weight = call.param("weight") + norms.offset_of(call) if "weight" in call.params else None
     return norms.layer_norm(normed_input(call), weight, None, own_epsilon(trial))
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, CauseRow, Guess, Trial, edited
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, Mixer, OtherStates, State, as_it_is
+from vllm_accprobe.opcheck.references.mixers import KINDS, Mixer, OtherStates, State, as_it_is
 
 _RUNS = 6
 """Chosen: the latest runs of rows of a request at which its state may have become another one."""

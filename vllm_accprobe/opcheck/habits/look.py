@@ -89,7 +89,7 @@ def _norm(call: Call, s: SampledRows) -> Ways:
     x = call.tensor("x", "hidden_states", "input", "0")[s.rows].double()
     residual = call.maybe("residual", "1")
     eps, _ = epsilon(call)
-    weight: Any = (call.param("weight") if "weight" in call.params else 1.0) + offset_of(call.cls)
+    weight: Any = (call.param("weight") if "weight" in call.params else 1.0) + offset_of(call)
 
     def scaled(values: Tensor, of: Tensor) -> Tensor:
         return values * torch.rsqrt((of * of).mean(-1, keepdim=True) + eps)

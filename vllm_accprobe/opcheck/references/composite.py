@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.dump.block_code import FORWARD
+from vllm_accprobe.dump.block_code import FORWARD, INSIDE
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import (
     RECEIVED,
@@ -39,7 +39,7 @@ from vllm_accprobe.opcheck.reference import (
     required,
 )
 from vllm_accprobe.opcheck.references.linear import biased, product
-from vllm_accprobe.opcheck.references.mixers import INSIDE, KINDS, carried
+from vllm_accprobe.opcheck.references.mixers import KINDS, carried
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, rounded, sum_of_two
 

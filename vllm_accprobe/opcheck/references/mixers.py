@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.parts import RowResults, reshaped, unit_of
 from vllm_accprobe.opcheck.references.recurrent import EPSILON, Rounds, as_it_is, by_heads, gates, rule, scan, spread_of
@@ -28,7 +29,6 @@ Tensor = Any  # a torch.Tensor
 State = tuple[Tensor, Tensor]
 """The last inputs of the convolution [..., width - 1, channels], and the recurrence's state; float64, or float32 of
 samples, which have a leading dimension."""
-INSIDE = "inside."
 SAMPLES = 8
 _LONGEST = 1 << 30
 """Chosen: numbers of a state times rows of a call, a few seconds; requests beyond it have no reference."""

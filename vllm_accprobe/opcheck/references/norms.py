@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_accprobe.dump.block_code import CODE, GATE_FIRST, MINUS_MEAN, ONE_PLUS_WEIGHT
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.parts import Arguments, equal, param_if, ranks_of, reshaped, vendor, weight_here
 from vllm_accprobe.opcheck.roundings import (
@@ -72,6 +73,25 @@ def _ending(cls: str) -> str | None:
     return next((end for end in _OF_CONFIG if cls.removesuffix("Fused").endswith(end)), None)
 
 
+def kind_of(call: Call) -> str | None:
+    """RMSNorm, LayerNorm, GroupNorm: by the module's own source where that decides, else by its class's name; None
+    for no norm. T5LayerNorm takes no mean off: it is an RMSNorm."""
+    words, named = set(call.attrs.get(CODE) or ()), _ending(call.cls)
+    if named not in ("RMSNorm", "LayerNorm"):
+        return named
+    centred = words & {MINUS_MEAN, "layer_norm"}
+    by_squares = "rms_norm" in words or ("mean" in words and words & {"rsqrt", "sqrt"} and not words & {"var", "std"})
+    return "LayerNorm" if centred else "RMSNorm" if by_squares else named
+
+
+def _by_code(call: Call, y: Expected) -> Expected:
+    """``y``, which says so where the source decided against the name."""
+    return replace(y, source=y.source or OTHER_NAME) if kind_of(call) != _ending(call.cls) else y
+
+
+OTHER_NAME = "its formula is that of its own source code, which is another than its class's name says"
+
+
 def is_norm(cls: str) -> bool:
     """Whether the epsilon of this class may be fitted: RMSNorm, LayerNorm, GroupNorm and those that end so."""
     return _ending(cls) is not None
@@ -85,7 +105,7 @@ def configured(config: Mapping[str, Any], cls: str) -> float | None:
 
 def parts_of(call: Call) -> NormParts | None:
     """A norm's call without its epsilon; None where a tensor is missing or the class is no norm."""
-    kind, x = _ending(call.cls), call.maybe("x", "hidden_states", "input", "0")
+    kind, x = kind_of(call), call.maybe("x", "hidden_states", "input", "0")
     if kind is None or x is None:
         return None
     x, bias = x.double(), torch.zeros((), dtype=torch.float64)
@@ -94,7 +114,7 @@ def parts_of(call: Call) -> NormParts | None:
         if kind == "RMSNorm":
             residual = call.maybe("residual", "1")
             x = x if residual is None else x + residual.double()
-            scaled = x if weight is None else x * (weight + offset_of(call.cls))
+            scaled = x if weight is None else x * (weight + offset_of(call))
             return NormParts(scaled, (x * x).mean(-1, keepdim=True), bias)
         shape = x.shape
         if kind == "GroupNorm":
@@ -149,8 +169,12 @@ def fused(
     return rms_normed(total, weight, eps, unit, before=1, note=note), sum_of_two(total, unit)
 
 
-def offset_of(cls: str) -> float:
-    """What is added to the weight: Gemma's norms weigh with 1 + w, but for the latest, which do as everybody else."""
+def offset_of(call: Call) -> float:
+    """What is added to the weight, by the source where it was read. By name: Gemma's norms weigh with 1 + w, but for
+    the latest, which do as everybody else."""
+    words, cls = call.attrs.get(CODE) or (), call.cls
+    if "mean" in words or ONE_PLUS_WEIGHT in words:
+        return float(ONE_PLUS_WEIGHT in words)
     gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
     return 1.0 if gemma or cls == "Qwen3NextRMSNorm" else 0.0
 
@@ -221,13 +245,17 @@ def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> E
 
 @reference("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
 def rms(call: Call) -> dict[str, Expected]:
+    return _layer(call) if kind_of(call) == "LayerNorm" else _rms(call)
+
+
+def _rms(call: Call) -> dict[str, Expected]:
     x = call.wide("x", "hidden_states", "input", "0")
     eps, note = epsilon(call)
     weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
-    weight = None if weight is None else weight + offset_of(call.cls)
+    weight = None if weight is None else weight + offset_of(call)
     residual = None if residual is None else residual.double()
     y, total = fused(x, residual, weight, eps, call.unit, note)
-    return {"output.0": _with_source(call, y)} | ({} if total is None else {"output.1": total})
+    return {"output.0": _by_code(call, _with_source(call, y))} | ({} if total is None else {"output.1": total})
 
 
 @reference("MiniMaxText01RMSNormTP")
@@ -261,12 +289,15 @@ def gated_rms(call: Call) -> Expected:
     x = call.wide("x", "hidden_states", "0")
     eps, weight = float(call.attr(*EPSILONS)), param_if(call, "weight")
     z = call.inputs.get("z", call.inputs.get("gate"))
+    words = set(call.attrs.get(CODE) or ())
+    decline_if(bool(words & {"view", "reshape"}), "its source norms groups of channels")
     if z is None:
-        return within_float32(Expected(rms_norm(x, weight, eps)), x)
+        return rms_normed(x, weight, eps, call.unit)
     if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
         raise Declined("attribute norm_before_gate was not recorded")
+    decline_if(bool(words) and "silu" not in words, "its source has another gate than silu")
     gate = torch.nn.functional.silu(z.double())
-    if not call.attr("norm_before_gate", default=True):
+    if GATE_FIRST in words or not call.attr("norm_before_gate", default=True):
         return gate_first(x * gate, x, weight, eps, call.unit)
     normal = rms_norm(x, weight, eps)
     y = normal * gate
@@ -331,12 +362,18 @@ def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps:
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
 def layer(call: Call) -> dict[str, Expected]:
+    return _rms(call) if kind_of(call) == "RMSNorm" else _layer(call)
+
+
+def _layer(call: Call) -> dict[str, Expected]:
     """Cohere's hands on the residuals that it gets, too."""
     x = call.wide("input", "x", "hidden_states", "0")
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     dims = len(shape) if isinstance(shape, (list, tuple)) else 1
     bias, eps, weight = param_if(call, "bias"), _own(call), param_if(call, "weight")
-    found = {"output.0": _with_source(call, layer_normed(x, weight, bias, eps, call.unit, dims))}
+    weight = weight + 1.0 if weight is not None and ONE_PLUS_WEIGHT in (call.attrs.get(CODE) or ()) else weight
+    y = layer_normed(x, weight, bias, eps, call.unit, dims)
+    found = {"output.0": _by_code(call, _with_source(call, y))}
     if "output.1" in call.outputs and (residual := call.maybe("residuals", "residual")) is not None:
         found["output.1"] = equal(residual)
     return found
@@ -385,7 +422,7 @@ def rms_kernel(call: Call) -> dict[str, Any]:
     w, residual, kernel = call.params.get("weight"), call.maybe("residual", "1"), vendor("rms_norm")
     total = x if residual is None else x + residual
     more = {} if residual is None else {"output.1": total}
-    if offset_of(call.cls):
+    if offset_of(call):
         return {"output.0": _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)} | more
     if residual is None and kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
         out = torch.empty_like(x)
@@ -396,8 +433,11 @@ def rms_kernel(call: Call) -> dict[str, Any]:
 
 @device_kernel("LayerNorm", "*LayerNorm")
 def layer_kernel(call: Call) -> Any:
+    if kind_of(call) == "RMSNorm":
+        return rms_kernel(call)
     x = call.tensor("input", "x", "hidden_states", "0")
     w, b = call.params.get("weight"), call.params.get("bias")
+    w = w + 1.0 if w is not None and ONE_PLUS_WEIGHT in (call.attrs.get(CODE) or ()) else w
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     shape = list(shape) if isinstance(shape, (list, tuple)) else [int(shape)]
     return F.layer_norm(x, shape, w, b, float(call.attr(*EPSILONS)))

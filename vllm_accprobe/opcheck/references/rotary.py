@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.dump.block_code import CODE
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references.parts import Arguments, on, reshaped, unit_of
 from vllm_accprobe.opcheck.roundings import ROUNDED, subnormal
@@ -148,15 +149,20 @@ def sections(angle: Any, section: list[int], interleaved: bool) -> Any:
 
 
 def _frequencies_of_transformers(call: Call) -> dict[str, Expected]:
-    """Cosines and sines of both halves, from the module's own frequencies; or one complex number a channel pair."""
+    """Cosines and sines of both halves, or of adjacent channels where the source repeats each; from the module's own
+    frequencies; or one complex number a channel pair."""
+    words = set(call.attrs.get(CODE) or ())
+    adjacent = "repeat_interleave" in words
+    decline_if(adjacent and "cat" in words, "its source lays the frequencies out in sections")
+    decline_if("rope_init_fn" in words, "its source computes its frequencies anew at each call")
     positions = required(call.maybe("position_ids", "positions", "1"), "its frequencies were not captured")
     scale, out = float(call.attr("attention_scaling", default=1.0)), call.outputs["output.0"]
     angle = positions.double().unsqueeze(-1) * call.param("inv_freq")
     decline_if(angle.dim() != out.dim(), "its positions have an unknown form")
     if out.is_complex():
         return {"output.0": Expected(torch.polar(torch.full_like(angle, scale), angle))}
-    noise = _both(scale * angle.abs() * 2.0**-23 + 2.0**-23, True)
-    both = _both(angle, True)
+    noise = _both(scale * angle.abs() * 2.0**-23 + 2.0**-23, not adjacent)
+    both = _both(angle, not adjacent)
     return {"output.0": Expected(scale * both.cos(), noise), "output.1": Expected(scale * both.sin(), noise)}
 
 

@@ -202,6 +202,9 @@ def check_call(
         if role not in expected:
             yield without_verdict(captured, role, record, SKIP, f"no reference for {role} of {captured.what.cls}")
             continue
+        if expected[role].failed:
+            yield without_verdict(captured, record.role, record, ERROR, expected[role].reason)
+            continue
         try:
             yield _output(dump, captured, role, record, expected[role], options, pools)
         except (ValueError, RuntimeError, DumpError) as error:

@@ -1,0 +1,150 @@
+"""Norms and rotary embeddings whose class's name says another formula than their source: clean ones never fail."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_accprobe.capture.taps.leaf_code import leaf_code
+from vllm_accprobe.capture.torch_model import Probe
+from vllm_accprobe.dump.block_code import MINUS_MEAN, ONE_PLUS_WEIGHT
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, CheckResult
+
+D = 32
+
+
+class OddLayerNorm(nn.Module):
+    """T5's formula, the mean's square root by another function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(D) + 0.5), 1e-5
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * self.scaled(wide).to(x.dtype)
+
+    def scaled(self, x):
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class OddRMSNorm(OddLayerNorm):
+    """LayerNorm's formula."""
+
+    def forward(self, x):
+        wide = x.float()
+        mean = wide.mean(-1, keepdim=True)
+        return self.weight * self.scaled(wide - mean).to(x.dtype)
+
+
+class PlusRMSNorm(OddLayerNorm):
+    def forward(self, x):
+        return (self.scaled(x.float()) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+def of_transformers(place: str) -> nn.Module:
+    module, name = place.split(".")
+    cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    if name.endswith("RotaryEmbedding"):
+        config = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
+        return cls(getattr(config, name.replace("RotaryEmbedding", "Config"))())
+    return cls(D, eps=1e-5)
+
+
+class Box(nn.Module):
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args):
+        return self.part(*args)
+
+
+def rows_of(
+    part: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None, gate: bool = True
+) -> list[CheckResult]:
+    """opcheck's rows; run: what runs in place of the code that the capture read."""
+    torch.manual_seed(0)
+    for p in part.parameters():
+        nn.init.uniform_(p, 0.5, 1.5)
+    rotary = type(part).__name__.endswith("RotaryEmbedding")
+    model = Box(part if rotary else part.bfloat16()).eval()
+    x = (torch.randn(1, 6, D) * 1.7 + 0.6).bfloat16()
+    inputs = (
+        (x, torch.arange(6).view(1, -1) * 3) if rotary else (x, x) if gate and "Gated" in type(part).__name__ else (x,)
+    )
+    with Probe(model, dir=str(root)), torch.no_grad():
+        right = type(part).forward.__code__
+        if run is not None:
+            type(part).forward.__code__ = run.__code__
+        try:
+            model(*inputs)
+        finally:
+            type(part).forward.__code__ = right
+    calls, references = Calls(open_dump(root), None), default_references()
+    return [row for rank, tap, _ in calls.taps()
+            for row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())]  # fmt: skip
+
+
+CLEAN = [
+    "t5.T5LayerNorm", "pop2piano.Pop2PianoLayerNorm", "kosmos2_5.Kosmos2_5LayerNorm", "videoprism.VideoPrismLayerNorm",
+    "vaultgemma.VaultGemmaRMSNorm", "bamba.BambaRMSNormGated", "cohere.CohereRotaryEmbedding",
+    "cohere.CohereLayerNorm", "llama.LlamaRMSNorm", "llama.LlamaRotaryEmbedding",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", CLEAN)
+def test_a_clean_class_of_transformers_passes(place: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = [r for r in rows_of(of_transformers(place), tmp_path / "d") if r.tap == "part"]
+    assert {r.status for r in rows} == {PASS}, [r.message for r in rows]
+
+
+@pytest.mark.parametrize("kind", [OddLayerNorm, OddRMSNorm, PlusRMSNorm])
+def test_the_source_and_not_the_name_chooses_the_formula(kind: type[nn.Module], tmp_path: Path) -> None:
+    rows = [r for r in rows_of(kind(), tmp_path / "d") if r.tap == "part"]
+    assert [r.status for r in rows] == [PASS], rows[0].message
+
+
+@pytest.mark.parametrize(("kind", "run"), [(OddLayerNorm, OddRMSNorm), (OddRMSNorm, OddLayerNorm),
+                                           (OddLayerNorm, PlusRMSNorm), (PlusRMSNorm, OddLayerNorm)])  # fmt: skip
+def test_another_formula_than_the_source_shows_fails(
+    kind: type[nn.Module], run: type[nn.Module], tmp_path: Path
+) -> None:
+    rows = [r for r in rows_of(kind(), tmp_path / "d", run=run.forward) if r.tap == "part"]
+    assert [r.status for r in rows] == [FAIL]
+
+
+def test_words() -> None:
+    assert MINUS_MEAN in leaf_code(OddRMSNorm())
+    assert MINUS_MEAN not in leaf_code(OddLayerNorm())
+    assert {ONE_PLUS_WEIGHT, "square"} <= {*leaf_code(PlusRMSNorm())}
+    assert leaf_code(nn.LayerNorm(4)) == []
+
+
+@pytest.mark.parametrize("place", ["zamba2.Zamba2RMSNormGated", "kimi_linear.KimiLinearRMSNormGated"])
+def test_a_gated_norm_of_another_formula_is_unchecked(place: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    module, name = place.split(".")
+    source = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    cls = getattr(source, name)
+    part = cls(D, 8) if name.startswith("Zamba") else cls(D)
+    rows = [r for r in rows_of(part, tmp_path / "d") if r.tap == "part"]
+    assert [r.status for r in rows] == [SKIP]
+    assert "its source" in rows[0].message
+
+
+def test_a_gated_norm_without_a_gate_passes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    part = of_transformers("bamba.BambaRMSNormGated")
+    rows = [r for r in rows_of(part, tmp_path / "d", gate=False) if r.tap == "part"]
+    assert [r.status for r in rows] == [PASS], rows[0].message
