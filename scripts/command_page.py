@@ -45,7 +45,7 @@ def options(name: str, command: Any) -> dict[str, str]:
         value = "" if p.is_flag else f" {p.metavar or p.name.upper()}"
         plain = not isinstance(p.default, bool) and isinstance(p.default, (int, float, str, Path))
         default = getattr(p.default, "value", p.default) if plain else ""
-        also = f" Default: {default}." if default not in ("", 0) and p.show_default is not False else ""
+        also = f" Default: {default}." if default != "" and p.show_default is not False else ""
         text = filled(p.help or "", name).removeprefix("Where the results go: ")
         rows[p.opts[0]] = f"- {names}{value}: {text}{also}".replace("<", "&lt;")
     return rows

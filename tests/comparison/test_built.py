@@ -17,7 +17,7 @@ from vllm_accprobe.comparison.built import (
     recoded,
     with_built,
 )
-from vllm_accprobe.dump.schema import Module
+from vllm_accprobe.dump.schema import ROOT_TAP, Module
 
 GEMMA2 = {
     "model_type": "gemma2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -339,9 +339,10 @@ def test_code_that_hands_something_else_to_a_part() -> None:
     (("v/a.py:1", {}), ("v/a.py:1", {"output.0": "x"}), (), False),
     (("v/a.py:1", 3), ("v/a.py:1", [3]), (), False),
 ])  # fmt: skip
-def test_formulas_of_one_package_and_of_the_same_children_are_compared(mine, golden, children, found):
+@pytest.mark.parametrize("tap", ["layers.0", ROOT_TAP])
+def test_formulas_of_one_package_and_of_the_same_children_are_compared(mine, golden, children, found, tap):
     def dump(source: str, code: Any, inside: tuple[str, ...]) -> Any:
-        parts = [Module(f"layers.0.{name}", "Odd", 1) for name in inside]
-        return SimpleNamespace(modules={0: [Module("layers.0", "OddLayer", 0, {"forward": code}, source), *parts]})
+        parts = [Module(name if tap == ROOT_TAP else f"{tap}.{name}", "Odd", 1) for name in inside]
+        return SimpleNamespace(modules={0: [Module(tap, "OddLayer", 0, {"forward": code}, source), *parts]})
 
-    assert list(recoded((dump(*golden, ()), dump(*mine, children)))) == ["layers.0"] * found
+    assert list(recoded((dump(*golden, ()), dump(*mine, children)))) == [tap] * found

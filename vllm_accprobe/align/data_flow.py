@@ -94,10 +94,17 @@ class PlainTensor:
 
 _MIXES = re.compile(r"attention|attn|mamba|ssm|conv|recurrent|retention|rwkv|delta|mixer|lstm|gru", re.I)
 _NOT_MIXED = re.compile(r"norm|linear|embed|rotary|rope", re.I)
-_HOLDS = re.compile(r"((De|En)coderLayer|Model)$|[a-z]For[A-Z]")
+_HOLDS = re.compile(
+    r"(Layer|Block|Model|Encoder|Decoder|Transformer|Predictor|MTP)(StableLayerNorm)?$|For[A-Z]|NormAttentionNorm$"
+)
+_ONE_KIND = re.compile(
+    r"((?i:linear|(?<!prelayer)norm|embed(ding)?|act(ivation)?|mlp|ffn|feedforward|experts?|dropout)|MoE|SparseMoe)"
+    r"(Layer|Block)$"
+)
+"""A layer of its own, which holds no others. Not Moe: a family of models has it in all names (BailingMoeBlock)."""
 _ROWWISE = re.compile(
-    r"linear|norm|embed|rotary|rope|act|silu|gelu|relu|mul|mlp|feedforward|ffn|moe|expert|router|gate|logits|sampler"
-    r"|lmhead|dropout|identity",
+    r"linear|norm|embed|rotary|rope|act|silu|gelu|relu|mul(?!ti)|mlp|feedforward|ffn|moe|expert|router|gate|logits"
+    r"|(?<!down)(?<!re)sampler|lmhead|dropout|identity",
     re.I,
 )
 
@@ -214,7 +221,8 @@ def mixes(tap: str, cls: str) -> bool:
     """Whether a row of the output may depend on other rows of the input: by its name, where no child shows it. A name
     that says nothing, or that holds layers, does not say that it works by rows."""
     what = _name_of(tap, cls)
-    return _named_mixing(what) or bool(_HOLDS.search(what)) or not _ROWWISE.search(what)
+    holds = _HOLDS.search(what) and not _ONE_KIND.search(what)
+    return _named_mixing(what) or bool(holds) or not _ROWWISE.search(what)
 
 
 def _name_of(tap: str, cls: str) -> str:

@@ -33,7 +33,7 @@ from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.record_table import of_sites
-from vllm_accprobe.dump.schema import TOKENS, Module, Record
+from vllm_accprobe.dump.schema import ROOT_TAP, TOKENS, Module, Record
 from vllm_accprobe.judge.origins import OriginEntry
 
 MAX_JSON = 16 << 20
@@ -725,7 +725,8 @@ def comparable_code(mine: Module, golden: Module, taps: Container[str]) -> bool:
     same = own and own.keys() == theirs.keys() and mine.cls == golden.cls and package(mine) == package(golden)
     named = (path for role, text in theirs.items() if isinstance(text, str)
              for path in ([text] if role == "output" else _CHILD.findall(text[:_LONGEST])))  # fmt: skip
-    return bool(same) and all(f"{mine.tap}.{path}" in taps for path in named)
+    start = "" if mine.tap == ROOT_TAP else f"{mine.tap}."
+    return bool(same) and all(f"{start}{path}" in taps for path in named)
 
 
 _CHILD = re.compile(r"([\w.]+)\[\d+\]")

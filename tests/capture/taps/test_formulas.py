@@ -423,8 +423,26 @@ class Items(Block):
         return x + self.attn(x)[0], x + self.mlp(x)[0]
 
 
+class Level(Block):
+    """Eight paths, each of which asks what the child gives."""
+
+    def __init__(self, below):
+        super().__init__()
+        self.child = Level(below - 1) if below else Several(alone=False)
+
+    def forward(self, x, a=None, b=None, c=None):
+        if a is not None:
+            x = x + a
+        if b is not None:
+            x = x + b
+        if c is not None:
+            x = x + c
+        y = self.child(x)
+        return y[0], None
+
+
 @pytest.mark.parametrize(("block", "wanted"), [
-    (Items(), {"output.0": "(x + attn[0])"}),
+    (Items(), {"output.0": "(x + attn[0])"}), (Level(12), {"output.0": "child[0]"}),
     (Turns(), {"output.0": "(layers.2[0] + layers.2[1])"}), (Leaves(), {"output.1": "mlp[0]"}),
     (Undecided(6), {"output": "norm"}), (Viewed(), {"output.0": "(view(x) + view(attn[0]))"}),
     (Nested(), {"output": "mlp", "own_code": "mlp"}), (Long(), {"output": "mlp", "own_code": "mlp"}),

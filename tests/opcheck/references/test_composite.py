@@ -136,6 +136,23 @@ def test_what_a_part_receives() -> None:
     assert found["inside.mlp/x"].note == NOT_RECEIVED
 
 
+def test_a_long_formula_of_many_parts_reads_their_list_few_times() -> None:
+    class Counted(list[Any]):
+        reads = 0
+
+        def __iter__(self) -> Any:
+            self.reads += 1
+            return super().__iter__()
+
+    y = torch.ones(1, 4)
+    call = block("OddBlock", y * 100, {"mlp": y}, x=y, attrs={"forward": {
+        "output.0": "without_batch(" * 50 + " + ".join(["mlp[0]"] * 100) + ")" * 50}})  # fmt: skip
+    children = Counted(call.extra["children"])
+    found = evaluated(replace(call, extra={**call.extra, "children": children}))
+    assert torch.equal(found["output.0"].value, y.double() * 100)
+    assert children.reads < 10
+
+
 def test_what_parts_received_alone_is_no_result_of_a_block() -> None:
     """It may show a fault, and never that the block is right."""
     code = {"output.0": "mlp[0]", "own_code": "mlp", "inside.mlp/x": "self_attn[0]"}

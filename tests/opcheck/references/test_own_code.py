@@ -120,6 +120,30 @@ class FirstOfBatch(Block):
         return x + self.b(x + self.a(x)[0, ...])[0, ...]
 
 
+class FirstOfOwn(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return self.a(x) + self.table[0, ...]
+
+
+class Perhaps(nn.Linear):
+    def forward(self, x) -> tuple[torch.Tensor] | torch.Tensor:
+        y = super().forward(x)
+        return (y,) if self.bias is not None else y
+
+
+class FirstOfPerhaps(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Perhaps(D, D, bias=False)
+
+    def forward(self, x):
+        return x + self.a(x)[0]
+
+
 def test_a_reference_of_what_parts_received_that_fails_is_an_error_row(tmp_path: Path) -> None:
     @reference(RECEIVED)
     def broken(call: Call) -> None:
@@ -159,7 +183,7 @@ def rows_of(
 
 
 @pytest.mark.parametrize("kind", [Residual, Written, WrittenLater, Gated, Heads, Coarse, Switch, Turns, FirstRow,
-                                  FirstOfBatch, OneBatch])  # fmt: skip
+                                  FirstOfBatch, FirstOfOwn, FirstOfPerhaps, OneBatch])  # fmt: skip
 def test_a_right_block_does_not_fail(kind: type[Block], tmp_path: Path) -> None:
     rows = rows_of(kind(), tmp_path / "d")
     assert not [(r.role, r.message) for r in rows if r.status == FAIL]

@@ -194,9 +194,13 @@ def _parsed(function: Any) -> tuple[tuple[ast.stmt, ...], tuple[str, ...]]:
 
 
 class _Follower:
-    def __init__(self, module: torch.nn.Module, function: Any, named: ArgumentNames | None, unroll: bool):
+    def __init__(
+        self, module: torch.nn.Module, function: Any, named: ArgumentNames | None, unroll: bool,
+        several: dict[int, bool] | None = None,
+    ):  # fmt: skip
+        """several: by a module's id: of those whose code was read for it (`_gives_several`)."""
         self._module, self._globals, self._named = module, getattr(function, "__globals__", {}), named
-        self._unroll = unroll
+        self._unroll, self._several = unroll, {} if several is None else several
         self._received: dict[str, str | None] = {}
         self.returned: list[Any] = []
         self._paths = {id(m): name for name, m in module.named_modules() if name}
@@ -554,7 +558,7 @@ class _Follower:
             return cell  # of one batch, or as one
         k = at.value if isinstance(at, _Known) else None
         if isinstance(k, int) and isinstance(owner, _Child) and k >= 0:
-            several = _gives_several(self._module.get_submodule(owner.path))
+            several = _gives_several(self._module.get_submodule(owner.path), self._several)
             return _part(owner, k) if several else _Cell(None, base=owner)
         if isinstance(k, int) and isinstance(owner, tuple) and -len(owner) <= k < len(owner):
             return owner[k]
@@ -579,20 +583,27 @@ class _Follower:
         return _bounded(f"({texts[0]} {sign} {texts[1]})" if whole else None)
 
 
-def _gives_several(module: torch.nn.Module) -> bool:
+def _gives_several(module: torch.nn.Module, known: dict[int, bool]) -> bool:
     """Whether a module gives a tuple or a record on each path through its code; False where that is not known: item 0
-    of one tensor is its first row."""
+    of one tensor is its first row. known: of modules by id; each path of each caller asks again."""
+    if id(module) not in known:
+        known[id(module)] = False
+        known[id(module)] = _returns_several(module, known)
+    return known[id(module)]
+
+
+def _returns_several(module: torch.nn.Module, known: dict[int, bool]) -> bool:
     try:
         function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
-        if re.match(r"(typing\.)?tuple\[", str(inspect.get_annotations(function).get("return")), re.IGNORECASE):
-            return True
+        if re.fullmatch(r"(typing\.)?tuple\[.*\]", str(inspect.get_annotations(function).get("return")), re.IGNORECASE):
+            return True  # a union with anything else is not known
         body, arguments = _parsed(function)
-        follower = _Follower(module, function, None, unroll=False)
+        follower = _Follower(module, function, None, unroll=False, several=known)
         follower.outputs(body, arguments)
     except (Exception, SystemExit):  # as in `formulas`
         return False
-    each = [_gives_several(module.get_submodule(v.path)) if isinstance(v, _Child) else isinstance(v, (tuple, dict))
-            for v in follower.returned]  # fmt: skip
+    each = [_gives_several(module.get_submodule(v.path), known) if isinstance(v, _Child)
+            else isinstance(v, (tuple, dict)) for v in follower.returned]  # fmt: skip
     return bool(each) and all(each)
 
 

@@ -18,7 +18,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -292,8 +292,10 @@ class Formula:
         if isinstance(node, ast.Subscript):
             path, k = _place(node)
             yield from (r.shape[0] for r in self._records(path, f"output.{k}") if r.shape)
-        elif isinstance(node, ast.Name) and (x := self._call.maybe(node.id)) is not None and x.dim():
-            yield len(x)
+        elif isinstance(node, ast.Attribute):
+            yield from self._call.param(node.attr).shape[:1]
+        elif isinstance(node, ast.Name) and (x := self._call.maybe(node.id, node.id.removeprefix("_"))) is not None:
+            yield from x.shape[:1]
         else:
             for part in ast.iter_child_nodes(node):
                 yield from self._batches(part)
@@ -307,8 +309,15 @@ class Formula:
         decline_if(tensor.numel() != self._size, "a part whose output has another shape")
         return Expected(tensor.double().reshape(self._shape), unit=kind)
 
+    @cached_property
+    def _inside(self) -> Mapping[tuple[str, str], list[Any]]:
+        found: dict[tuple[str, str], list[Any]] = {}
+        for path, role, r in inside(self._call):
+            found.setdefault((path, role), []).append(r)
+        return found
+
     def _records(self, path: str, role: str) -> list[Any]:
-        return [r for p, found, r in inside(self._call) if (p, found) == (path, role)]
+        return self._inside.get((path, role), [])
 
     def _output(self, path: str, k: int, whole: bool) -> Expected:
         if (path, k, whole) not in self._read:
