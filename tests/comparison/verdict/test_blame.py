@@ -7,9 +7,9 @@ import pytest
 from synthetic_model import PROMPTS, MemoryDump, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.pair import SKIP
+from vllm_accprobe.comparison.pair import NONE_JUDGED, SKIP
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_LOGITS
-from vllm_accprobe.comparison.verdict.judging import NONE_JUDGED
+from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.schema import DECODE, PREFILL, Mask, SamplingParameters
 from vllm_accprobe.judge.near_ties import NOT_COMPARED, UNROUTED, UPSTREAM
 from vllm_accprobe.report import html, markdown, terminal
@@ -308,6 +308,22 @@ def test_ranks_that_should_be_equal_and_are_not(golden):
     pair = next(p for p in result.pairs if p.tap == tap and p.role == "output.0")
     assert "ranks differ (rank 1 from rank 0)" in pair.message
     assert result.notes == ["4 tensors that all ranks should hold alike differ between the ranks of mine"]
+
+
+@pytest.mark.parametrize("flipped", [1, 4])
+def test_tokens_alone_that_all_flip_without_logits_are_nothing_compared(flipped):
+    def dump(**how):
+        made = capture(prompts={"a": PROMPTS["a"]}, **how)
+        made.records = [r for r in made.records if (r.tap, r.role) == (SAMPLER, TOKEN)]
+        return made
+
+    prompt = len(PROMPTS["a"])
+    other = dump(sampler=lambda best, at: np.where(at >= prompt + 3 - flipped, best + 1, best))
+    if flipped < 4:
+        assert compare(dump(), other).verdict == "pass"
+        return
+    with pytest.raises(NothingCompared, match="nothing could be compared: 1 flipped: no logits recorded"):
+        compare(dump(), other)
 
 
 def test_a_fault_in_a_row_that_another_request_reads_from_the_cache():
