@@ -374,5 +374,7 @@ def test_best_logits_of_rows_whose_experts_were_not_compared(
     decoded = {p.role: (p.status, p.message) for p in found.pairs if p.tap == SAMPLER and p.phase == DECODE}
     if why == UNROUTED:  # a pair without a judged row is no pass
         assert decoded == {TOKEN: (SKIP, "1 flipped: experts not compared"), TOP_LOGITS: (SKIP, NONE_JUDGED)}
+        counts = found.counts.skip_reasons
+        assert {reason: found.coverage["skipped"].get(reason) for reason in counts} == counts
     else:
         assert SKIP not in {status for status, _ in decoded.values()}

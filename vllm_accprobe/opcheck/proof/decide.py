@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.coverage import ModuleCover, to_plain
+from vllm_accprobe.comparison.coverage import ModuleCover, to_plain, with_fewer_unjudged
 from vllm_accprobe.comparison.gaps import Gap, entry_of
 from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS
@@ -278,9 +278,10 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     verdict = FAIL if first else result.verdict
     kept_notes = [n for n in result.notes if not (first and n == messages.NOBODY)]
     machines = {side: [h.plain() for h in habits] for side, habits in proof.machines.items()}
+    pairs = with_replayed(result.pairs, first)
     decided = replace(
         result, origins=[*named, *(o for o in rest if o not in loaded)], verdict=verdict, notes=[*notes, *kept_notes],
-        machines=machines or result.machines, pairs=with_replayed(result.pairs, first),
+        machines=machines or result.machines, pairs=pairs, coverage=with_fewer_unjudged(result.coverage, pairs),
     )  # fmt: skip
     return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)
 
