@@ -9,7 +9,8 @@ from picture_runs import PIXELS, seen
 from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.notes import differing, taps_effect, without_tensors
+from vllm_accprobe.comparison.notes import differing, taps_effect, with_constants, without_tensors
+from vllm_accprobe.comparison.pair import NONE_JUDGED, Pair
 from vllm_accprobe.comparison.verdict.judging import calibration_of
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.report import facts, terminal
@@ -50,6 +51,15 @@ def test_one_number_at_several_places_is_told_at_the_innermost():
     golden = dump(a={"scaling": 0.125}, **{"a.attn": {"scale": 0.125, "impl.scale": 0.125, "cap": 0}})
     mine = dump(a={"scaling": 0.25}, **{"a.attn": {"scale": 0.25, "impl.scale": 0.25, "cap": 0}})
     assert differing(golden, mine) == {"a.attn": "scale is 0.25, golden has 0.125"}
+
+
+@pytest.mark.parametrize(("same", "origins"), [(True, []), (False, [ATTN])])
+def test_a_constant_counts_where_no_row_behind_it_is_judged_but_none_where_all_are_equal(same, origins):
+    how = {"worst_row_rel_l2": 0.0, "identical": same, "status": "pass" if same else "skip",
+           "message": "" if same else NONE_JUDGED}  # fmt: skip
+    pairs = [Pair("a", "a", 0, 0, "float32", "float32", (1, 8), tap=ATTN, role="output.0", **how)]
+    found = with_constants([], {ATTN: "impl.scale is 0.2, golden has 0.125"}, {}, pairs)
+    assert [o["module"] for _, o in found] == origins
 
 
 def built(scale, tap=ATTN, **how):

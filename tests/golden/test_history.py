@@ -1,12 +1,25 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pack_dumps import dump
 from synthetic_model import scaled
 
+from vllm_accprobe.comparison.pair import NONE_JUDGED, Pair
+from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.golden.history import DIFFERS, EQUAL, FIRST, ONLY_SKETCHED, UNREADABLE, WITHIN, _release, history
+from vllm_accprobe.golden.history import (
+    DIFFERS,
+    EQUAL,
+    FIRST,
+    ONLY_SKETCHED,
+    UNREADABLE,
+    WITHIN,
+    _found,
+    _release,
+    history,
+)
 from vllm_accprobe.golden.pack import pack
 
 TAP = "model.layers.1.mlp.down_proj"
@@ -57,6 +70,14 @@ def test_sketched_rows_are_not_equal(tmp_path: Path) -> None:
     found = history(tmp_path / "packs")
     assert [(line.pack, line.found, line.where) for line in found] == [
         ("a.golden", FIRST, ""), ("b.golden", WITHIN, ONLY_SKETCHED)]  # fmt: skip
+
+
+def test_what_differs_and_is_not_judged_is_not_equal() -> None:
+    pair = Pair("a", "a", 0, 0, *["float32"] * 2, (1, 8), tap=TAP, role="output.0", message=NONE_JUDGED,
+                worst_row_rel_l2=0.0, limit=0.1)  # fmt: skip
+    result = Comparison("g", "m", {}, {}, [pair], {}, None, [], {}, "pass", [], [], {})
+    assert _found(result)[:2] == (WITHIN, f"{TAP}/output.0")
+    assert _found(replace(result, pairs=[replace(pair, worst_row_rel_l2=None)]))[0] == EQUAL  # it has no partner
 
 
 def test_versions_in_order() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_accprobe.align.tokens import RowSet, SideRows, subject
-from vllm_accprobe.comparison.pair import SKIP, Pair
+from vllm_accprobe.comparison.pair import NONE_JUDGED, SKIP, Pair, was_compared
 from vllm_accprobe.comparison.plan.unit import TEXT, family
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, Routing
@@ -82,13 +82,22 @@ def _behind(golden: np.ndarray, mine: np.ndarray) -> int:
     return int(((at >= 0) & (subject(before) == subject(golden)) & (before < golden) & np.isin(before, last)).sum())
 
 
-def finished(measured: Mapping[str, Any], routing: Routing, pairs: Mapping[str, int]) -> dict[str, Any]:
+def finished(measured: Mapping[str, Any], routing: Routing, pairs: Iterable[Pair] = ()) -> dict[str, Any]:
     """``coverage`` with what judging adds: rows that other experts may have computed, choices without a margin, and
-    ``pairs``, by reason, of which no row is judged."""
+    ``pairs`` of which no row is judged."""
     left = {why: len(routing.left[why]) for why in (ROWS_AFTER, ROWS_BEHIND, NOT_COMPARED)}
-    counts = {**left, UNRULED: routing.unruled, UNKNOWN: routing.unknown, **pairs}
+    counts = left | {UNRULED: routing.unruled, UNKNOWN: routing.unknown}
     skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
+    skipped |= Counter(p.message for p in pairs if p.status == SKIP and was_compared(p))
     return {k: v for k, v in measured.items() if k != ENDED} | {"skipped": skipped}
+
+
+def with_fewer_unjudged(measured: Mapping[str, Any], pairs: Iterable[Pair]) -> dict[str, Any]:
+    """``coverage`` where a replay has judged some of the pairs of which no row was."""
+    skipped = dict(measured.get("skipped", {}))
+    if NONE_JUDGED in skipped:
+        skipped[NONE_JUDGED] = sum(p.message == NONE_JUDGED for p in pairs)
+    return {**measured, "skipped": {why: n for why, n in skipped.items() if n}} if skipped else dict(measured)
 
 
 def _rows(side: SideRows) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from vllm_accprobe.align.tokens import what_differs
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.read import UNREAD
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
+from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, counted, was_compared
 from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
@@ -223,7 +223,7 @@ def with_constants(
     is given the cause instead. classes: by tap."""
     places: dict[str, tuple[int, bool]] = {}
     for p in pairs:
-        if p.status != SKIP:
+        if was_compared(p):
             order, same = places.get(p.tap, (p.order, True))
             places[p.tap] = min(order, p.order), same and (p.identical or not p.role.startswith(("output", "inplace")))
     known = {str(o["module"]): o for _, o in origins}

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
+NONE_JUDGED = "not judged: all rows follow a router's near tie, or rows whose experts were not compared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ class Counts:
     @property
     def total(self) -> int:
         return self.compared + self.skipped
+
+
+def was_compared(pair: Pair) -> bool:
+    """Whether its two tensors were compared, also where no row of them is judged."""
+    return pair.status != SKIP or pair.worst_row_rel_l2 is not None
 
 
 def counted(n: int, one: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.pair import was_compared
 from vllm_accprobe.comparison.result import FAIL, CompareError, Comparison
 from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.files import DumpError
@@ -188,7 +189,7 @@ def _found(result: Comparison) -> tuple[str, str, float | None, float | None]:
         at = result.origins[0] if result.origins else result.first_divergence or {}
         error = at.get("created", at.get("value"))
         return DIFFERS, f"{at.get('module', '')}/{at.get('role', '')}", error, at.get("floor", at.get("limit"))
-    compared = [p for p in result.pairs if p.status != "skip" and not p.identical]
+    compared = [p for p in result.pairs if was_compared(p) and not p.identical]
     differ = [p for p in compared if not p.message.startswith(ESTIMATED) or p.worst_row_rel_l2]
     if not differ:
         unsure = compared or result.coverage.get("skipped", {}).get(OTHER_MATRIX)

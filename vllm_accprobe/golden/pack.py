@@ -653,13 +653,21 @@ SAMPLE = 4096
 
 
 def _rounded_hashes(values: np.ndarray) -> Iterator[str]:
-    """`Record.rounded` of a weight's values: what a run in 16 bits has of the same checkpoint."""
+    """`Record.rounded` of a weight's values: what a run in 16 bits has of the same checkpoint. In pieces: an embedding
+    of float32 has gigabytes."""
     flat = values.reshape(-1)
-    with np.errstate(over="ignore"):
-        both = {"bfloat16": round_to_bfloat16(flat.astype(np.float32)), "float16": flat.astype(np.float16)}
-        for name, data in both.items():
-            for some in (data, data[:: max(1, -(-len(data) // SAMPLE))]):
-                yield f"{name}:{xxhash.xxh3_128_hexdigest(some.tobytes())}"
+    step = max(1, -(-len(flat) // SAMPLE))
+    piece = -(-(1 << 20) // step) * step
+    for name in ("bfloat16", "float16"):
+        whole, sample = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for start in range(0, len(flat), piece):
+            some = flat[start : start + piece]
+            with np.errstate(over="ignore"):
+                narrow = name == "float16"
+                data = some.astype(np.float16) if narrow else round_to_bfloat16(some.astype(np.float32))
+            whole.update(data.tobytes())
+            sample.update(data[::step].tobytes())
+        yield from (f"{name}:{h.hexdigest()}" for h in (whole, sample))
 
 
 def is_once_a_row(r: Record) -> bool:

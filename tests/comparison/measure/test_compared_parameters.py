@@ -125,6 +125,10 @@ def test_a_pack_of_float32_against_16_bits():
     assert SAMPLE == captured.SAMPLE
     sample = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(round_to_bfloat16(wide)[::3]))
     assert run(golden(wide), mine(wide, hash=None, sample=sample)).equal
+    large = np.arange((1 << 20) + SAMPLE, dtype=np.float32).reshape(2, -1)  # in two pieces
+    bits = round_to_bfloat16(large)
+    found = [f"bfloat16:{xxhash.xxh3_128_hexdigest(b.tobytes())}" for b in (bits, bits.reshape(-1)[::257])]
+    assert list(_rounded_hashes(large))[:2] == found
 
 
 def test_packed_against_plain_is_skipped_with_its_reason():

@@ -7,9 +7,9 @@ import pytest
 from synthetic_model import PROMPTS, MemoryDump, Tiny, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.pair import SKIP
+from vllm_accprobe.comparison.pair import NONE_JUDGED, SKIP
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_LOGITS
-from vllm_accprobe.comparison.verdict.judging import NONE_JUDGED
+from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.schema import DECODE, PREFILL, Mask, SamplingParameters
 from vllm_accprobe.judge.near_ties import NOT_COMPARED, UNROUTED, UPSTREAM
 from vllm_accprobe.report import html, markdown, terminal
@@ -310,6 +310,22 @@ def test_ranks_that_should_be_equal_and_are_not(golden):
     assert result.notes == ["4 tensors that all ranks should hold alike differ between the ranks of mine"]
 
 
+@pytest.mark.parametrize("flipped", [1, 4])
+def test_tokens_alone_that_all_flip_without_logits_are_nothing_compared(flipped):
+    def dump(**how):
+        made = capture(prompts={"a": PROMPTS["a"]}, **how)
+        made.records = [r for r in made.records if (r.tap, r.role) == (SAMPLER, TOKEN)]
+        return made
+
+    prompt = len(PROMPTS["a"])
+    other = dump(sampler=lambda best, at: np.where(at >= prompt + 3 - flipped, best + 1, best))
+    if flipped < 4:
+        assert compare(dump(), other).verdict == "pass"
+        return
+    with pytest.raises(NothingCompared, match="nothing could be compared: 1 flipped: no logits recorded"):
+        compare(dump(), other)
+
+
 def test_a_fault_in_a_row_that_another_request_reads_from_the_cache():
     """b reads positions 0-3 from a's cache; a's fault there is not blamed on what b computes later."""
     prompts = {"a": [4, 4, 2, 8, 1, 9], "b": [4, 4, 2, 8, 30, 31]}
@@ -358,5 +374,7 @@ def test_best_logits_of_rows_whose_experts_were_not_compared(
     decoded = {p.role: (p.status, p.message) for p in found.pairs if p.tap == SAMPLER and p.phase == DECODE}
     if why == UNROUTED:  # a pair without a judged row is no pass
         assert decoded == {TOKEN: (SKIP, "1 flipped: experts not compared"), TOP_LOGITS: (SKIP, NONE_JUDGED)}
+        counts = found.counts.skip_reasons
+        assert {reason: found.coverage["skipped"].get(reason) for reason in counts} == counts
     else:
         assert SKIP not in {status for status, _ in decoded.values()}

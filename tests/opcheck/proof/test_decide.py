@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.pair import NONE_JUDGED
 from vllm_accprobe.comparison.result import Comparison, Pair
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
@@ -327,6 +328,15 @@ def test_an_output_that_is_goldens_to_the_bit_is_never_an_origin() -> None:
     assert (result.origins, result.verdict) == ([], "pass")
     said = "replay: 1 module is wrong for its own inputs, and equal to golden's to the bit, first first: not blamed"
     assert said in result.notes
+    # A later step of it, of which no row is judged, is not equal: the replay judges it, in data-flow order.
+    unjudged = [replace(p, step=1, status="skip", message=NONE_JUDGED, worst_row_rel_l2=0.0, allowed=0.1, rel_l2=0.2)
+                for p in comparison().pairs[:2]]  # fmt: skip
+    found = replace(found, pairs=[*found.pairs[1:], *unjudged], coverage={"skipped": {NONE_JUDGED: 2, "other": 1}})
+    rows = [replace(checked(tap, seq=9 - i), step=1) for i, tap in enumerate(("first", "second"))]
+    result = judged(found, [], rows)
+    assert ([o["module"] for o in result.origins], result.verdict) == (["first", "second"], "fail")
+    assert [(p.status, p.message.split(" of ")[0]) for p in result.pairs[-2:]] == [("fail", "introduces an error")] * 2
+    assert result.coverage["skipped"] == {"other": 1}
 
 
 def test_a_block_is_not_cleared_by_its_last_child() -> None:

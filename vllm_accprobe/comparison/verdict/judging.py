@@ -37,7 +37,7 @@ from vllm_accprobe.comparison.notes import (
     with_constants,
     without_tensors,
 )
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
+from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, counted, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
@@ -185,9 +185,6 @@ def add_undecided(
     near = (err > 0) & (err <= allowed)
     near = near if doubted is None else near | doubted[other]
     routing.add(keys[routing.undecided(keys, part.margins[other], rounding, near)])
-
-
-NONE_JUDGED = "not judged: all rows follow a router's near tie, or rows whose experts were not compared"
 
 
 def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
@@ -528,9 +525,7 @@ class _Judge:
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
-        alone = [without_tensors(setting, self._why_nothing(), bool(self.measured.units))] if self._nothing() else []
-        if alone == [""]:
-            raise NothingCompared(f"{self._why_nothing()} (golden {setting.golden_path}, mine {setting.mine_path})")
+        alone = self._alone([p for p, _ in self.pairs])
         self._check_floor()
         places = blame.Places(setting)
         reported: dict[str, float] = {}
@@ -563,6 +558,8 @@ class _Judge:
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
+        if not alone and not blamed:  # all that was left may be tokens whose flips nothing judges
+            alone = self._alone(pairs)
         rows = self.log.table(pairs, setting.names)
         images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
@@ -577,7 +574,6 @@ class _Judge:
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
         of_states = state_notes(setting.states)
         notes = [*place_notes(setting.weights), *alone, *of_states, *setting.notes, *images, *about_floor, *lines]
-        none = sum(p.message == NONE_JUDGED for p, _ in self.pairs)
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -585,7 +581,7 @@ class _Judge:
             mine_run=setting.mine_run,
             golden_ids=setting.golden_ids,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.routing, {NONE_JUDGED: none})
+            coverage=finished(setting.coverage, self.routing, pairs)
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,
@@ -608,11 +604,22 @@ class _Judge:
             created=reported,
         )
 
-    def _why_nothing(self) -> str:
+    def _alone(self, pairs: Sequence[Pair]) -> list[str]:
+        """What is reported of a comparison without judged pairs; nothing where there are some."""
+        if not self._nothing(pairs):
+            return []
+        setting, why = self.measured.setting, self._why_nothing(pairs)
+        text = without_tensors(setting, why, bool(self.measured.units))
+        if not text:
+            raise NothingCompared(f"{why} (golden {setting.golden_path}, mine {setting.mine_path})")
+        return [text]
+
+    def _why_nothing(self, pairs: Sequence[Pair]) -> str:
         why = self.measured.setting.nothing
-        if any(p.message == NONE_JUDGED for p, _ in self.pairs):
-            return f"nothing could be compared: {NONE_JUDGED}"
-        if why.endswith(ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
+        left = [p.message for p in pairs if p.status == SKIP and was_compared(p)]
+        if left:
+            return f"nothing could be compared: {NONE_JUDGED if NONE_JUDGED in left else left[0]}"
+        if why.endswith(ALL_SKIPPED) and any(p.status == PASS for p in pairs):
             if not self.measured.setting.moments and self._steps_wanted():
                 return ("nothing could be compared but parameters, which agree: no dump has a step (the servers ended "
                         "before, or got no request)")  # fmt: skip
@@ -643,9 +650,9 @@ class _Judge:
         parts = [p.get("parts") for p in probes if isinstance(p, dict) and p.get("enabled")]
         return any(isinstance(p, list) and (not p or set(p) - {"params"}) for p in parts)
 
-    def _nothing(self) -> bool:
+    def _nothing(self, pairs: Sequence[Pair]) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
-        judged = [p for p, _ in self.pairs if p.status in (PASS, FAIL)]
+        judged = [p for p in pairs if p.status in (PASS, FAIL)]
         seen = self.measured.setting.coverage
         # Rows that one side has alone: both were to compute, and one was killed before it did.
         left = seen.get("rows_only_golden") or seen.get("rows_only_mine")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Key, PlainTensor
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of, was_compared
 from vllm_accprobe.comparison.runner_inputs import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
 from vllm_accprobe.judge.origins import OriginEntry
@@ -193,7 +193,7 @@ class _Flow:
         return []
 
     def _identical(self, key: Key) -> bool:
-        return all(self.pairs[i].identical for i in self.by_key[key] if self.pairs[i].status != SKIP)
+        return all(self.pairs[i].identical for i in self.by_key[key] if was_compared(self.pairs[i]))
 
     def _edge(self, tap: str, role: str, key: Key, role_in: str, by: str, steps: frozenset[int | None]) -> Edge:
         here = [i for i in self.by_key[key] if self.pairs[i].status != SKIP]

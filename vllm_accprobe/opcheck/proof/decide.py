@@ -22,9 +22,9 @@ import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.coverage import ModuleCover, to_plain
+from vllm_accprobe.comparison.coverage import ModuleCover, to_plain, with_fewer_unjudged
 from vllm_accprobe.comparison.gaps import Gap, entry_of
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.decode import keys, one_of, parse
@@ -47,7 +47,7 @@ def with_replayed(pairs: list[Pair], origins: Sequence[OriginEntry]) -> list[Pai
         row = origin.get("request"), origin.get("position")
         of = [i for i, p in enumerate(out) if (p.tap, p.role) == place and p.allowed and not p.identical]
         own = [i for i in of if out[i].status == FAIL] or sorted(
-            (i for i in of if out[i].status == PASS), key=lambda i: _size(out[i])
+            (i for i in of if out[i].status != FAIL), key=lambda i: _size(out[i])
         )[-1:]
         # The row that is blamed is mostly its pair's worst; where it is not, the worst pair stands for it.
         there = {i: (out[i].worst_request, out[i].worst_position) == row for i in own}
@@ -73,7 +73,7 @@ def _checked_message(pair: Pair, size: float, limit: float) -> str:
     return "; ".join([f"introduces an error of {size:.3g} (limit {limit:.2g}, by replay)", *filter(None, rest)])
 
 
-_OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ")
+_OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ", NONE_JUDGED)
 """How clauses on a comparison's own limits begin (judge/tensor_errors.py, comparison/verdict/blame.py)."""
 
 
@@ -234,7 +234,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     explained (explained.py)."""
     order: dict[str, int] = {}
     for pair in result.pairs:
-        if pair.status != SKIP:
+        if was_compared(pair):
             order[pair.tap] = min(pair.order, order.get(pair.tap, pair.order))
     known = {o["module"]: o for o in result.origins if not o.get("gap")}
     equal = _equal_outputs(result.pairs)
@@ -278,9 +278,10 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     verdict = FAIL if first else result.verdict
     kept_notes = [n for n in result.notes if not (first and n == messages.NOBODY)]
     machines = {side: [h.plain() for h in habits] for side, habits in proof.machines.items()}
+    pairs = with_replayed(result.pairs, first)
     decided = replace(
         result, origins=[*named, *(o for o in rest if o not in loaded)], verdict=verdict, notes=[*notes, *kept_notes],
-        machines=machines or result.machines, pairs=with_replayed(result.pairs, first),
+        machines=machines or result.machines, pairs=pairs, coverage=with_fewer_unjudged(result.coverage, pairs),
     )  # fmt: skip
     return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)
 
@@ -322,14 +323,14 @@ class _Rows:
         has none, and any of them may differ."""
         if not self._compared:
             for p in self._pairs:
-                if p.status != SKIP and p.rows is not None:
+                if was_compared(p) and p.rows is not None:
                     at = place_of(p.tap, p.role, p.call)
                     self._compared[at] = self._compared.get(at, 0) + p.rows
         return 0 < self._compared.get(place, 0) == self._explained.count(place)
 
     def why_not_all(self, tap: str, role: str) -> str:
         """Of a place, and of everything inside of its module: "" where every row that differs is explained."""
-        own = (i for i, p in enumerate(self._pairs) if p.status != SKIP and not p.role.startswith("param.") and (
+        own = (i for i, p in enumerate(self._pairs) if was_compared(p) and not p.role.startswith("param.") and (
             (p.tap, p.role) == (tap, role) or tap in enclosing(p.tap)))  # fmt: skip
         found = [(p, self.why_not(i, every=True)) for i in own if not (p := self._pairs[i]).identical]
         return next((why for _, why in found if why), "" if found else NOT_REPLAYED)
@@ -373,7 +374,7 @@ def _equal_outputs(pairs: Sequence[Pair]) -> set[tuple[str, str]]:
     """(tap, role) of outputs that were compared and are golden's to the bit: these are never an origin."""
     found: dict[tuple[str, str], bool] = {}
     for p in pairs:
-        if p.status != SKIP and not p.role.startswith("param."):
+        if was_compared(p) and not p.role.startswith("param."):
             found[p.tap, p.role] = p.bit_identical and found.get((p.tap, p.role), True)
     return {place for place, same in found.items() if same}
 
@@ -395,7 +396,7 @@ def _equal_inputs(pairs: Sequence[Pair], otherwise: Iterable[str] = ()) -> Calla
     differ: dict[str, int] = dict.fromkeys(otherwise, -1)
     read: set[str] = set()
     for p in pairs:
-        if p.status == SKIP or p.role.startswith("param."):
+        if not was_compared(p) or p.role.startswith("param."):
             continue
         inputs = p.role.startswith("input")
         if inputs:
@@ -460,7 +461,7 @@ def _before_sampler(entry: OriginEntry, pairs: Sequence[Pair]) -> OriginEntry:
     model's ``compute_logits`` returned, and the sampler's own work begins behind them."""
     if entry["module"] != SAMPLER or entry["role"] not in (TOP_LOGITS, TOP_IDS):
         return entry
-    made = [p for p in pairs if p.status != SKIP and p.role.startswith("output") and p.tap not in (SAMPLER, ROOT_TAP)]
+    made = [p for p in pairs if was_compared(p) and p.role.startswith("output") and p.tap not in (SAMPLER, ROOT_TAP)]
     last = max(made, key=lambda p: p.order, default=None)
     classes = {p.tap: p.cls for p in pairs if p.tap == ROOT_TAP}
     return entry_of(entry, Gap(last.tap if last else "", SAMPLER, (ROOT_TAP,)), classes, {})
