@@ -116,7 +116,7 @@ def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, req
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))
     mark = f"{request.node.name}-{os.getpid()}"
     children = 2 if command.startswith(("opcheck", "golden")) or "&" in command else 1
-    words = [ACCPROBE, *shlex.split(command.replace("NEW", f"new-{number}").replace("PORT", str(free_port())))]
+    words = [ACCPROBE, *shlex.split(command.replace("NEW", f"{name}-{number}").replace("PORT", str(free_port())))]
     before = {*place.glob("accprobe-golden-*")}
     env = {"PYTHONPATH": path, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
     assert left_behind(words, mark, env, number, place, children) == []
