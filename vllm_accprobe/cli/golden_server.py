@@ -115,11 +115,11 @@ def _removed() -> Iterator[Path]:
         named = next((log for log in folder.rglob("*.log") if str(log) in str(error)), None)
         raise
     finally:
-        text = named.read_bytes() if named is not None else b""
+        kept = None if named is None else named.rename(folder.with_suffix(".log"))
         shutil.rmtree(folder)
-        if named is not None:
+        if named is not None and kept is not None:
             named.parent.mkdir(mode=0o700, parents=True)
-            named.write_bytes(text)
+            kept.rename(named)
 
 
 @dataclass(frozen=True)

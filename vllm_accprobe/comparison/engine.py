@@ -79,8 +79,8 @@ def compare(
     directory that remembers what is measured until resume.forget is called. ray: address of a Ray cluster whose
     machines do the measuring; jobs: so many processes of this machine do it, 0: threads of this one. floors: further
     runs of golden's side, dumps or what `calibrate` made, from which is known what correct runs differ by
-    (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of correct machines, 0 < rate <
-    1.
+    (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of correct machines,
+    above 0 and below 1.
     """
     check_rate(rate)
     if ray is not None and jobs:

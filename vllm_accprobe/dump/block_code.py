@@ -6,6 +6,7 @@ outputs (capture/taps/formulas.py); {} where that was not followed. Also the nam
 
 INSIDE = "inside."
 """Before the names of what lies inside a block: what its parts received, what a mixer keeps."""
+
 CODE = "code"
 """Attribute of norms and rotary embeddings without parts: what their source shows (capture/taps/leaf_code.py): the
 functions that it calls, and the words below."""

@@ -100,7 +100,7 @@ KV = operators do not know the cache
 GRAPHS = no taps in compiled graphs: skipped
 MASKS = masked logits are not distinguished from free ones
 SET = what a row was sampled with is not captured
-ASKED = what a request requires of the sampler is not captured whole: rows that need it have no reference
+REQUESTED = what a request requires of the sampler is not captured whole: rows that need it have no reference
 NOISE = seeded tokens are not drawn again
 PACKED = parameters are recorded as they are packed
 CUT = tensors of several ranks are not put together: skipped
@@ -268,9 +268,9 @@ logits processors @ vllm.v1.sample.logits_processor.state:LogitsProcessors
 MinPLogitsProcessor @ vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor
     min_p min_p_count | SET
 SamplingParams @ vllm.sampling_params:SamplingParams
-    allowed_token_ids all_stop_token_ids bad_words_token_ids structured_outputs/guided_decoding | ASKED
-    thinking_token_budget [since 0.21] | ASKED
-    trace_decode_token_ids watermarking [since 0.32] | ASKED
+    allowed_token_ids all_stop_token_ids bad_words_token_ids structured_outputs/guided_decoding | REQUESTED
+    thinking_token_budget [since 0.21] | REQUESTED
+    trace_decode_token_ids watermarking [since 0.32] | REQUESTED
 MinTokensLogitsProcessor @ vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor
     min_toks | MASKS
 LogitBiasLogitsProcessor @ vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor
