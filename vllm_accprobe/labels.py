@@ -3,8 +3,7 @@
 The problem: a model whose layers were replaced by an accelerator's own has two results for one thing, PyTorch's ("pta",
 the reference) and the accelerator's ("acl"), and only the program knows which belong together. The idea: the same id
 makes a pair; a task is a round of a conversation, and in a script without vLLM and `Probe` the first task opens a dump.
-Not here: the two calls themselves (capture/labels.py), what happens to a labelled tensor
-(capture/labels.py), the comparison (comparison/labelled_pairs.py).
+Not here: what happens to a labelled tensor (capture/labels.py), the comparison (comparison/labelled_pairs.py).
 """
 
 from __future__ import annotations

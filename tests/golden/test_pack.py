@@ -13,7 +13,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.formats.io.pack_file import MOST, PROMPTS
-from vllm_accprobe.golden.opened import opened
+from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import (
     BUDGET,
     CANNOT,
@@ -81,7 +81,7 @@ def test_a_pack_holds_rows_of_the_dump_bit_by_bit(golden: Path, tmp_path: Path, 
     summary = pack(golden, out, max_bytes=limit)
     assert out.stat().st_size == summary.bytes <= (limit or 8 * MB)
     assert bool(summary.left_out.get(BUDGET)) is (limit is not None)
-    whole, part = open_dump(golden), open_dump(opened(out, tmp_path))
+    whole, part = open_dump(golden), open_dump(open_pack(out, tmp_path).dump)
     assert part.problems == []
     rows: dict[object, np.ndarray] = {}
     for r in whole.records:

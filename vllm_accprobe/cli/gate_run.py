@@ -1,5 +1,4 @@
-"""A gate between two servers: each side becomes a folder of answers, then they are compared; and what follows a
-failure.
+"""``accprobe gate A B``: each side becomes a folder of answers, both are compared, and a failure is localized.
 
 With ``--localize``, a gate that fails captures the worst tokens of both sides, compares the dumps and names the
 culprit. Not here: the options (gate.py), sending and measuring (gate/)."""

@@ -1,4 +1,4 @@
-"""Two dumps in, a `Comparison` out.
+"""Compares two dumps: plan, measure in worker processes, judge.
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
 the plan's units are measured by workers into plain values (measure/measured.py), from which judging.py makes the

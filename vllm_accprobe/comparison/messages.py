@@ -1,4 +1,4 @@
-"""The words of a result: first divergence, flips, weights, images.
+"""Sentences of a result that both terminal and page show; what is reported, and the headline: report/facts.py.
 
 The problem: the same facts are read in a table, a terminal and a page. The idea: pure functions from what was measured
 to sentences; each names the thing, the number and the limit, once. Not here: whether a pair passes

@@ -1,4 +1,4 @@
-"""Where a dump has what a block's own code does. A module of its own: generated tests carry a copy."""
+"""The attribute under which a dump has the formulas of a block's own forward; generated tests carry a copy."""
 
 FORWARD = "forward"
 """Attribute of modules with parts: role → formula of what the module's own code makes of its inputs and its parts'

@@ -147,7 +147,7 @@ def widen(array: np.ndarray, dtype: str, *, as_float: bool = False) -> np.ndarra
         return wide.view(np.float32)
     if dtype == "float16":
         return array.astype(np.float32)
-    if dtype.startswith("float8"):
+    if info.kind == "float" and info.storage.kind == "u":  # of bytes, whose values are a table
         return np.asarray(byte_values(dtype)[array])
     if info.kind == "bool":
         bits = array.view(np.uint8) != 0

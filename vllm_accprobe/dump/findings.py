@@ -4,7 +4,7 @@ The problem: a NaN that one rank makes reaches all ranks within a layer, the ran
 and whoever reads it afterwards has neither torch nor the engine. The idea: each rank keeps ``errcheck-rank0000.json``
 up to date (written in one piece, so that a killed rank leaves the last whole one); the earliest finding by step, then
 by pipeline stage, then by order within the step, is the first; ranks that say the same place are named together, since
-a sum over ranks makes all of them bad at once. Not here: how anything is found, and tensors (capture/errcheck*.py).
+a sum over ranks makes all of them bad at once. Not here: how anything is found, and tensors (capture/errcheck/).
 """
 
 from __future__ import annotations

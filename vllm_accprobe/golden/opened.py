@@ -1,4 +1,4 @@
-"""A golden pack opened: its dump, and its sketches.
+"""The sketches of a golden pack, and the pack opened with its dump.
 
 Sketches are checked here, as their index names places in arrays. Not here: the file (formats/io/pack_file.py), what a
 pack holds (pack.py).
@@ -44,12 +44,6 @@ class GoldenPack:
     def sketches(self) -> PackedSketches:
         """Raises DumpError."""
         return PackedSketches(self)
-
-
-def opened(path: Path, into: Path) -> Path:
-    """A folder in ``into`` that dump/reader opens as an ordinary dump, of the full rows only, checked against the
-    manifest. Raises DumpError."""
-    return open_pack(path, into).dump
 
 
 def open_pack(path: Path, into: Path) -> GoldenPack:

@@ -8,7 +8,7 @@ Order and formulas are vLLM's [vllm/v1/sample/sampler.py: allowed tokens, bad wo
 penalties; then temperature, min-p, top-k, top-p]. Repetition: N. Keskar et al., CTRL, arXiv 1909.05858, section 4.1.
 Presence and frequency: OpenAI's API reference. Top-p: A. Holtzman et al., arXiv 1904.09751. Min-p: M. Nguyen et al.,
 arXiv 2407.01082. The draw: argmax of x plus Gumbel noise [L. Devroye, 1986]. Not here: what a dump has of a row
-(align/tokens.py), what a flipped token means (near_ties.py), vendors' operators (opcheck/references/samplers/).
+(align/tokens.py), what a flipped token means (near_ties.py), vendors' operators (opcheck/references/sampling.py).
 """
 
 from __future__ import annotations

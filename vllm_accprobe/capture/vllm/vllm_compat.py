@@ -2,7 +2,8 @@
 
 The problem: the same fact has other names in 0.11 and 0.33, in V1 and V2, in vendors' copies. ``enforce_eager`` is not
 enough for an eager engine: from 0.11 to 0.15 a compilation level or mode that somebody names wins over it, and the
-configuration still says eager. The idea: each fact is one function, with its fallbacks in one place. Eager is requested
+configuration still says eager. The idea: a fact that several files need is one function, with its fallbacks in one
+place; batch, sampling, runner and states/observer read further names, and relied_on.py declares all. Eager is requested
 in every word that a release has, and afterwards the modules are believed. What a step is comes to observers as an
 `EngineStep`, in words of no release.
 

@@ -8,7 +8,7 @@ each operator writes, and reads no data; other threads' writes are not seen. Ran
 up) from the sizes that a parallel layer carries. Only fingerprints are kept. A failure ends the history and nothing
 else.
 
-Not here: fingerprints (fingerprint.py), the lines (dump/journal.py), what they mean (judge/weights/).
+Not here: fingerprints (fingerprint.py), the lines (dump/journal.py), what they mean (judge/weights.py).
 """
 
 from __future__ import annotations

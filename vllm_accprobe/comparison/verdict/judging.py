@@ -1,4 +1,4 @@
-"""A measured comparison in, a `Comparison` out.
+"""Judges a measured comparison: limits, origins, near ties and notes give a `Comparison`.
 
 The problem: limits, origins, near ties and words must meet in one result, and a saved file must give the same result as
 the tensors. The idea: one pass in data-flow order. Row tables of a unit are joined and compared with their limits at

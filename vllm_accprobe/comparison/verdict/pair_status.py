@@ -3,8 +3,9 @@
 The problem: one pair has many measures, limits and places, and a table needs one status and one sentence. The idea: the
 measure that decides is the one that is furthest beyond its limit; a pair without rows in common is skipped, one of
 tokens is judged by why each of them flipped. Equal pairs, which are most, are made together, column by column. Not
-here: limits (standards/, judge/), which pairs are origins and the verdict of all (judging.py), what a replay changes of
-it (opcheck/proof/decide.py).
+here: limits (standards/, judge/), which pairs are origins and the verdict of all (judging.py), who changes it
+afterwards: an origin's pairs (origin_entries.py), another tool's standard (notes.py), a replay (opcheck/proof/
+decide.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Opening and reading files that another program wrote, and walking their directories, within limits and without
-leaving the dump.
+"""Files and directories that another program wrote: opened, read and walked within limits, never outside the dump.
 
 The problem: a file may be a link that leads elsewhere, be gone, or be shorter than it said; a dump has a hundred
 thousand files, and a made-up one directories without end. The idea: only plain files and directories are opened, to a

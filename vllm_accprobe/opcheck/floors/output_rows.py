@@ -1,4 +1,4 @@
-"""One output and what is expected of it, row by row, as a verdict and the measures want them.
+"""One output and its reference as matrices [rows, width], for the verdict and for the measures.
 
 The problem: outputs have any shape and dtype, rows along any dimension, and a reference for some of them only; a replay
 and a generated test must cut them alike. The idea: matrices [rows, width] of exact numbers, without the rows that have

@@ -1,5 +1,4 @@
-"""How a machine computes, decided over all rows of a replay: what every layer does alike is a habit, what one does a
-fault.
+"""How a machine computes, over all rows of a replay: what every layer does alike is a habit, what one does a fault.
 
 The problem: a kernel that truncates, or adds up in bfloat16, is right if that is how its machine computes and wrong if
 it is one layer's alone. The idea: every way of computing an output is a hypothesis that predicts its numbers. How many

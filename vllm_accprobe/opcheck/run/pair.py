@@ -1,4 +1,4 @@
-"""Taps of two dumps checked, by several processes.
+"""The replay of two dumps: their taps are checked by several processes.
 
 The problem: a replay of a small pair takes no longer than importing torch, so that another process pays only if it
 need not import it, too; and a large pair has more processors and less memory than a process for each. The idea: the
