@@ -2,8 +2,8 @@
 
 The problem: the reader wants to know what is wrong, where and how much, in the first line, also in a CI log. The idea:
 each section is a pure function from a `Comparison` to lines; ``lines`` puts them in order, ``render`` colours and
-prints. What is left out is counted, and the line says where to see it. Not here: the headline and other sentences that the page shows too
-(facts.py); gate's (servers.py).
+prints. What is left out is counted, and the line says where to see it. Not
+here: the headline and other sentences that the page shows too (facts.py); gate's (servers.py).
 """
 
 from __future__ import annotations
