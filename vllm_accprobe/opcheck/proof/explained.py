@@ -102,10 +102,12 @@ def place_of(tap: str, role: str, call: int) -> str:
 def explain(
     golden: Dump, mine: Dump, checked: tuple[Iterable[CheckResult], Iterable[CheckResult]], wanted: Collection[str],
     taps: Collection[str], planned: Callable[[], Plan], otherwise: Mapping[str, str] | None = None,
+    computed: Callable[[Plan], Callable[[Unit], np.ndarray]] | None = None,
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
     places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed;
-    otherwise: by tap, why golden's module is another operator (prove.py)."""
+    otherwise: by tap, why golden's module is another operator (prove.py); computed: of a plan, which rows of a unit
+    golden computed rightly though it has no call of it (golden_reads.py)."""
     if not wanted and not taps:
         return Explained()
     plan = planned()
@@ -116,11 +118,15 @@ def explain(
     rows: dict[str, Ranges] = {}
     why: dict[str, str] = {}
     inside = frozenset(taps)
-    for unit in plan.units:
-        tap, role, call = unit.key
-        place = place_of(tap, role, call)
-        if unit.is_param or not (place in wanted or tap in inside or not inside.isdisjoint(enclosing(tap))):
-            continue
+    units = [u for u in plan.units if not u.is_param and (
+        place_of(*u.key) in wanted or u.key[0] in inside or not inside.isdisjoint(enclosing(u.key[0])))]  # fmt: skip
+    if computed is not None and any(sides[0].groups(u.golden)[2] for u in units):
+        right = computed(plan)
+        for unit in units:
+            if sides[0].groups(unit.golden)[2] and not sides[1].groups(unit.mine)[2]:
+                sides[0].learn(unit.golden, right(unit))
+    for unit in units:
+        place = place_of(*unit.key)
         rows[place], reason = _unit(unit, sides, plan)
         if reason:
             why[place] = reason
@@ -166,6 +172,7 @@ class _Replayed:
         self._steps: dict[tuple[int, int | None], list[Record]] = {}
         self._made: dict[tuple[int, int | None], dict[str, Record]] = {}
         self._known: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
+        self._computed: dict[tuple[int, int | None, int], tuple[np.ndarray, str]] = {}
         self._relations: tuple[tuple[int, int | None], Relations] | None = None
 
     def groups(self, groups: Sequence[Group]) -> tuple[np.ndarray, set[int], str]:
@@ -193,6 +200,16 @@ class _Replayed:
             bad.append(np.setdiff1d(every, found))
         return np.setdiff1d(np.unique(np.concatenate(good)), np.concatenate(bad)), whole, why
 
+    def learn(self, groups: Iterable[Group], keys: np.ndarray) -> None:
+        """These rows of the groups are right, where a group is a tensor of the dump as it is."""
+        for r in (r for g in groups for r in g.records):
+            while isinstance(r, Derived) and len(r.parts) == 1 and not r.transpose:
+                r = r.parts[0]
+            own = None if isinstance(r, Derived) or not len(keys) else self._keys(r)
+            if own is not None and len(found := np.intersect1d(own, keys)):
+                self._computed[r.rank, r.step, r.seq] = found, self.record(r)[1] if len(found) < len(own) else ""
+        self._known.clear()
+
     def record(self, r: Record) -> tuple[np.ndarray | None, str]:
         """(keys of its explained rows, or an empty array for a tensor without rows that is; None for nothing, why)."""
         at = r.rank, r.step, r.seq
@@ -206,6 +223,8 @@ class _Replayed:
             return None, WRONG
         if at in self._unsummed:
             return None, UNSUMMED
+        if at in self._computed:
+            return self._computed[at]
         if r.tap in self._otherwise and not r.role.startswith("input"):
             return None, self._otherwise[r.tap]
         if at in self._right:

@@ -102,6 +102,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import prove
     from vllm_accprobe.opcheck.proof.explained import explain
+    from vllm_accprobe.opcheck.proof.golden_reads import GoldenReads
     from vllm_accprobe.opcheck.proof.prove import covers, split_errors
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair
@@ -156,7 +157,8 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     further = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
     taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in further.places), *further.taps])
     otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
-    explained = explain(dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise)
+    explained = explain(dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise,
+                        lambda plan: GoldenReads(*dumps, models[1], references, plan).rows)  # fmt: skip
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
                         explained=explained, causes=causes)  # fmt: skip
     if left > 0:
