@@ -11,6 +11,7 @@ from hand_made import FUSE, Dump, attention, by_name, f32, rules
 from vllm_accprobe.align.derived import Derived, Relation, Relations
 from vllm_accprobe.align.names import TapRoles, apply, bridge, pair_names, pair_roles
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 from vllm_accprobe.topology.data_flow import CallTensor
 
@@ -176,6 +177,36 @@ def test_two_dumps_of_one_engine_are_left_alone():
     assert b.golden is golden
     assert b.mine is mine
     assert (b.lines, b.foreign) == ([], False)
+
+
+THEIRS = {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_weights_that_loading_puts_into_another_order(swapped: bool) -> None:
+    """As vLLM's loaders of GPT-2 (a transpose) and Falcon (queries, keys and values of each group of heads) do."""
+    theirs, own = Dump(run=THEIRS), Dump(run=VLLM)
+    square = np.arange(16, dtype=np.float32).reshape(4, 4)
+    fused = np.arange(2 * 4 * 3 * 5, dtype=np.float32).reshape(2 * 4 * 3, 5)  # 2 groups of 2 queries, heads of 3
+    split = np.split(fused.reshape(2, 4, 3, 5), [2, 3], axis=1)
+    parted = np.concatenate([part.reshape(-1, 5) for part in split])
+    for dump, weights, cls in ((theirs, (square, fused), "Conv1D"), (own, (square.T, parted), "RowParallelLinear")):
+        dump.modules = {0: [Module("h.c_proj", cls, 0), Module("h.a", "FalconAttention", 1)]}
+        dump.put("h.c_proj", "param.weight", weights[0])
+        dump.put("h.a.query_key_value", "param.weight", weights[1])
+        dump.put("h.a.query_key_value", "output.0", np.ascontiguousarray(weights[1].T))
+        dump.put("h.a.query_key_value", "input.0", square)
+    heads = {"total_num_heads": 4, "total_num_kv_heads": 2}
+    own.modules[0].append(Module("h.a.query_key_value", "QKVParallelLinear", 2, heads))
+    found = bridge(own, theirs) if swapped else bridge(theirs, own)
+    sides = [by_name(side) for side in (found.golden, found.mine)]
+    assert sides[0].keys() == sides[1].keys()
+    for place in sides[0]:
+        assert np.array_equal(found.golden.read(sides[0][place]), found.mine.read(sides[1][place])), place
+    theirs.modules[0][1] = Module("h.a", "PhiAttention", 1)  # has its queries first, too
+    found = bridge(theirs, own)
+    place = ("h.a.query_key_value", "param.weight")
+    assert np.array_equal(found.golden.read(by_name(found.golden)[place]), fused)
 
 
 # --- a relation is told where all bits agree, and only there ---

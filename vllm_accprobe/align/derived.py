@@ -163,6 +163,7 @@ class Derived(Record):
     join: str = CAT
     dim: int = 0
     transpose: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     label: str = ""
     rule: str = ""
 
@@ -180,6 +181,7 @@ def derive(
     join: str = CAT,
     dim: int | None = None,
     transpose: tuple[int, ...] = (),
+    heads: tuple[int, ...] = (),
     rule: str = "",
 ) -> Derived | str:
     """The record of ``parts``, all of one step, rank and call, or the reason why they cannot be one.
@@ -190,7 +192,7 @@ def derive(
     label = _label(parts, join)
     fields = {name: getattr(first, name) for name in Record.__slots__}
     fields |= {"tap": tap, "role": role, "cls": cls or first.cls, "call": first.call}
-    if len(parts) == 1 and not transpose:
+    if len(parts) == 1 and not transpose and not heads:
         return Derived(**fields, parts=(first,), label=label, rule=rule)
     shape, row_dim, layout = list(first.shape), first.row_dim, first.layout
     dtype: str = first.dtype
@@ -229,6 +231,10 @@ def derive(
         row_dim = transpose.index(row_dim) if first.rows is not None else row_dim
         if layout.kind == "shard" and layout.dim is not None:
             layout = replace(layout, dim=transpose.index(layout.dim % len(shape)) - len(shape))
+    if heads:
+        axis = 0 if role.startswith("param.") else -1
+        if not shape or shape[axis] % math.prod((heads[0], heads[1] + 2)) or layout.kind == "shard":
+            return "it has no whole heads"
     stored = all(p.payload is not None for p in parts)
     nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].storage.itemsize
     fields |= {
@@ -242,7 +248,8 @@ def derive(
         "rounded": None,
         "payload": Payload(COMPUTED, 0, nbytes) if stored else None,
     }
-    return Derived(**fields, parts=tuple(parts), join=join, dim=axis, transpose=transpose, label=label, rule=rule)
+    how = {"join": join, "dim": axis, "transpose": transpose, "heads": heads}
+    return Derived(**fields, parts=tuple(parts), **how, label=label, rule=rule)
 
 
 def _label(parts: Sequence[Record], join: str) -> str:
@@ -322,7 +329,7 @@ def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray
     """The bits of ``record`` from its ``dump``, as dump.reader's ``read`` gives them, also for a `Derived` record."""
     if not isinstance(record, Derived):
         return np.asarray(dump.read(record, out))
-    if len(record.parts) == 1 and not record.transpose:
+    if len(record.parts) == 1 and not record.transpose and not record.heads:
         return read(dump, record.parts[0], out)
     return put_into(out, _make(dump, record), record.name)
 
@@ -336,7 +343,18 @@ def _make(dump: Any, record: Derived) -> np.ndarray:
     else:
         floats = [widen(a, p.dtype).astype(np.float32) for a, p in zip(arrays, record.parts, strict=True)]
         value = rope(*floats) if record.join == ROPE else _total(floats)
+    if record.heads:
+        value = by_part(value, record.dim, *record.heads)
     return np.ascontiguousarray(np.transpose(value, record.transpose) if record.transpose else value)
+
+
+def by_part(value: np.ndarray, axis: int, groups: int, queries: int) -> np.ndarray:
+    """``value``, whose axis has for each of ``groups`` that many ``queries``, a key and a value, with all queries
+    first, then all keys and all values."""
+    moved = np.moveaxis(value, axis, 0)
+    heads = moved.reshape(groups, queries + 2, -1, *moved.shape[1:])
+    parts = heads[:, :queries], heads[:, queries:-1], heads[:, -1:]
+    return np.moveaxis(np.concatenate([p.reshape(-1, *moved.shape[1:]) for p in parts]), 0, axis)
 
 
 def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive
@@ -272,7 +272,9 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
-        golden, mine, notes = apply(vllm_names.RULES, golden, mine, sides[0] == vllm_names.VLLM)
+        swapped = sides[0] == vllm_names.VLLM
+        stored = vllm_names.stored_otherwise(*((mine, golden) if swapped else (golden, mine)))
+        golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
@@ -469,7 +471,8 @@ class _Work:
             # An input is one tensor also where several modules take it; a part of one is not joined with anything.
             transpose = part.transpose if role.startswith("param.") or part.mine is not None else ()
             cls = self.mine_classes.get(tap, "")
-            made = derive(parts, tap, role, cls=cls, join=part.join, dim=part.dim, transpose=transpose, rule=label)
+            how = {"join": part.join, "dim": part.dim, "transpose": transpose, "heads": part.heads}
+            made = derive(parts, tap, role, cls=cls, **how, rule=label)
             if isinstance(made, str):
                 self.problems[made] += 1
             else:

@@ -215,6 +215,32 @@ _RENAMES = (
 RULES = Rules("the built-in table", _RENAMES, _RULES)
 
 
+_TRANSPOSED = ("Conv1D",)
+"""Classes of transformers that multiply by their weight, where a linear layer's is transposed."""
+_PER_GROUP = ("BloomAttention", "FalconAttention", "FalconFlashAttention2", "GPTNeoXAttention", "InternLM2Attention",
+              "InternLM2FlashAttention2", "PersimmonAttention")  # fmt: skip
+"""Modules of transformers whose fused projection has queries, key and value of one group of heads side by side."""
+
+
+def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
+    """Rules for what vLLM's loaders put into another order than transformers' modules have it, by tap. theirs: a
+    dump of transformers; own: of vLLM."""
+    classes = {m.tap: m.cls for modules in theirs.modules.values() for m in modules}
+    found: dict[str, tuple[TapRule, ...]] = {}
+    for module in (m for modules in own.modules.values() for m in modules):
+        tap, cls = module.tap, classes.get(module.tap)
+        if cls in _TRANSPOSED and module.cls not in _TRANSPOSED:
+            role = RoleRule("param.weight", (Source(tap, "param.weight"),), transpose=(1, 0))
+            found[tap] = (_rule(f"weight ← {cls}'s, transposed", tap, role),)
+        elif module.cls == "QKVParallelLinear" and classes.get(tap.rpartition(".")[0]) in _PER_GROUP:
+            heads, groups = (module.attrs.get(f"total_num_{name}") for name in ("heads", "kv_heads"))
+            if isinstance(heads, int) and isinstance(groups, int) and 0 < groups <= heads and not heads % groups:
+                roles = ("param.weight", "param.bias", "output.0")
+                parts = [RoleRule(r, (Source(tap, r),), heads=(groups, heads // groups)) for r in roles]
+                found[tap] = (_rule("query, key, value ← those of each group of heads", tap, *parts),)
+    return found
+
+
 _APART = "SharedFusedMoE"
 _SHARED = (".shared_expert", ".shared_experts", ".experts._shared_experts._layer")
 """Names of a block's shared experts, below the block."""
