@@ -41,7 +41,7 @@ class Source:
 class RoleRule:
     """mine: a role, or several with ``+`` between them, whose sum is meant; None: every role. sources: how the golden
     makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin). heads: see
-    derived.by_part."""
+    derived.Derived."""
 
     mine: str | None
     sources: tuple[Source, ...]
