@@ -244,8 +244,8 @@ def derive(
         "rounded": None,
         "payload": Payload(COMPUTED, 0, nbytes) if stored else None,
     }
-    how = {"join": join, "dim": axis, "transpose": transpose, "heads": heads}
-    return Derived(**fields, parts=tuple(parts), **how, label=label, rule=rule)
+    fields |= {"join": join, "dim": axis, "transpose": transpose, "heads": heads}
+    return Derived(**fields, parts=tuple(parts), label=label, rule=rule)
 
 
 def _label(parts: Sequence[Record], join: str) -> str:
@@ -340,7 +340,8 @@ def _make(dump: Any, record: Derived) -> np.ndarray:
         value = np.concatenate(arrays, axis=record.dim)
     else:
         floats = [widen(a, p.dtype).astype(np.float32) for a, p in zip(arrays, record.parts, strict=True)]
-        value = rope(*floats, *record.heads) if record.join == ROPE else _total(floats)
+        turned = record.join == ROPE
+        value = rope(floats[0], floats[1], floats[2], *record.heads) if turned else _total(floats)
     if record.heads and record.join == CAT:
         value = by_part(value, record.dim, *record.heads)
     return np.ascontiguousarray(np.transpose(value, record.transpose) if record.transpose else value)

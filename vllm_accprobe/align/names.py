@@ -475,7 +475,7 @@ class _Work:
         beside = self.attrs.get(f"{tap.rpartition('.')[0]}.rotary_emb", {})
         size = self.attrs.get(tap, {}).get("head_size")
         known = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        return (size, int(beside.get("is_neox_style") is False)) if known else ()
+        return (int(size or 0), int(beside.get("is_neox_style") is False)) if known else ()
 
     def _derive(
         self, side: _Records, places: list[Place], tap: str, role: str, part: RoleRule, label: str
@@ -493,8 +493,8 @@ class _Work:
             # An input is one tensor also where several modules take it; a part of one is not joined with anything.
             transpose = part.transpose if role.startswith("param.") or part.mine is not None else ()
             cls = self.mine_classes.get(tap, "")
-            how = {"join": part.join, "dim": part.dim, "transpose": transpose, "heads": heads}
-            made = derive(parts, tap, role, cls=cls, **how, rule=label)
+            made = derive(parts, tap, role, cls=cls, join=part.join, dim=part.dim, transpose=transpose, heads=heads,
+                          rule=label)  # fmt: skip
             if isinstance(made, str):
                 self.problems[made] += 1
             else:
