@@ -6,7 +6,6 @@ import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
-from vllm_accprobe.capture.taps import params as captured
 from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params, is_computed
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
