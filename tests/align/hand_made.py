@@ -15,6 +15,7 @@ class Dump:
     records: list = field(default_factory=list)
     arrays: dict = field(default_factory=dict)
     run: dict = field(default_factory=dict)
+    modules: dict = field(default_factory=dict)
 
     def put(self, tap, role, array, *, step=0, rank=0, call=0, layout=REPLICATED, dtype=None, cls="M"):
         array = np.asarray(array)

@@ -185,3 +185,12 @@ def test_of_larger_heads_only_the_first_part_is_rotated() -> None:
     x = np.arange(8, dtype=np.float32).reshape(1, 2, 4)
     out = rope(x, np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32))
     assert out.tolist() == [[[-1, 0, 2, 3], [-5, 4, 6, 7]]]
+    flat = rope(x.reshape(1, 8), np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32), 4)
+    assert flat.tolist() == out.reshape(1, 8).tolist()
+
+
+def test_neighbours_are_turned_as_pairs() -> None:
+    """Two heads of 6, of which 4 are rotated: the first pair by a quarter turn, the second by half a turn."""
+    x = np.arange(12, dtype=np.float32).reshape(1, 12)
+    cos, sin = f32([0, -1, 0, -1]), f32([1, 0, 1, 0])
+    assert rope(x, cos, sin, 6, 1).tolist() == [[-1, 0, -2, -3, 4, 5, -7, 6, -8, -9, 10, 11]]

@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 from vllm_accprobe import Probe  # noqa: E402
 from vllm_accprobe.cli import main  # noqa: E402
+from vllm_accprobe.comparison.engine import compare  # noqa: E402
+from vllm_accprobe.comparison.pair import FAIL, Pair  # noqa: E402
 from vllm_accprobe.dump.reader import Dump, open_dump  # noqa: E402
 from vllm_accprobe.formats.io import pack_file  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
@@ -609,3 +611,25 @@ def test_a_pack_of_a_streamed_model_has_answers_that_a_server_can_be_sent_along(
         assert (reply.prompt_token_ids, reply.token_ids) == (one[:cut], one[cut:])
         assert reply.logprobs == pytest.approx((whole.logprobs or [])[cut - 1 :], abs=1e-6)
         assert [top[0] for top in reply.top or ()] == [top[0] for top in (whole.top or [])[cut - 1 :]]
+    sides = open_dump(opened.dump), _in_bfloat16(qwen2, tmp_path / "bf16")
+    assert {p.message for p in _weights(*sides).values()} == {"no payload: judged by hash in 16 bits"}
+    sides = sides[0], _in_bfloat16(qwen2, tmp_path / "wrong", "model.layers.1.self_attn.o_proj")
+    wrong = [tap for tap, p in _weights(*sides).items() if p.status == FAIL]
+    assert wrong == ["model.layers.1.self_attn.o_proj"]
+
+
+def _in_bfloat16(model: Path, out: Path, wrong: str = "") -> Any:
+    """A run in the checkpoint's dtype that keeps fingerprints alone; of the module ``wrong`` two elements of the weight
+    are exchanged, which no statistics show."""
+    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    if wrong:
+        flat = net.get_submodule(wrong).weight.data.view(-1)
+        flat[[0, 1]] = flat[[1, 0]]
+    with Probe(net, dir=str(out), parts=("input", "output")), torch.no_grad():
+        net(torch.tensor([PROMPTS[1][:-MAX_TOKENS]]))
+    return open_dump(out)
+
+
+def _weights(golden: Any, mine: Any) -> dict[str, Pair]:
+    found = compare(golden, mine)
+    return {p.tap: p for p in found.pairs if p.role == "param.weight"}

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_accprobe.align.mapping import CAT, ROPE, SUM
-from vllm_accprobe.dump.dtypes import DTYPES, put_into, widen
+from vllm_accprobe.dump.dtypes import DTYPES, put_into, round_to_bfloat16, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
@@ -144,25 +144,22 @@ def _computes(f: np.ufunc, x: np.ndarray, y: np.ndarray, wanted: np.ndarray, dty
         return enough <= 1 or all(np.count_nonzero(side) >= enough for side in (widen(x, dtype), widen(y, dtype), want))
 
 
-def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)
-
-
 COMPUTED = -1
 """The segment number of a payload that lies in no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Derived(Record):
-    """A record built from ``parts``. label: its name in its own engine's spelling; rule: which rule made it."""
+    """A record built from ``parts``. label: its name in its own engine's spelling; rule: which rule made it.
+
+    heads: of one part, the arguments of `by_part`; of a rotary embedding the size of a head, and 1 where neighbours are
+    turned as pairs; () where that is not known."""
 
     parts: tuple[Record, ...] = ()
     join: str = CAT
     dim: int = 0
     transpose: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     label: str = ""
     rule: str = ""
 
@@ -180,6 +177,7 @@ def derive(
     join: str = CAT,
     dim: int | None = None,
     transpose: tuple[int, ...] = (),
+    heads: tuple[int, ...] = (),
     rule: str = "",
 ) -> Derived | str:
     """The record of ``parts``, all of one step, rank and call, or the reason why they cannot be one.
@@ -190,7 +188,7 @@ def derive(
     label = _label(parts, join)
     fields = {name: getattr(first, name) for name in Record.__slots__}
     fields |= {"tap": tap, "role": role, "cls": cls or first.cls, "call": first.call}
-    if len(parts) == 1 and not transpose:
+    if len(parts) == 1 and not transpose and not heads:
         return Derived(**fields, parts=(first,), label=label, rule=rule)
     shape, row_dim, layout = list(first.shape), first.row_dim, first.layout
     dtype: str = first.dtype
@@ -219,7 +217,7 @@ def derive(
                 return "its parts are not numbers that can be added"
             if join == SUM and any(p.shape != first.shape or p.layout != layout for p in parts):
                 return "its parts have different shapes"
-            if join == ROPE and (len(parts) != 3 or not _turns(parts)):
+            if join == ROPE and (len(parts) != 3 or not _turns(parts, *heads[:1])):
                 return "its parts do not make a rotary embedding"
             dtype, stats = "float32", None
     if transpose:
@@ -229,6 +227,10 @@ def derive(
         row_dim = transpose.index(row_dim) if first.rows is not None else row_dim
         if layout.kind == "shard" and layout.dim is not None:
             layout = replace(layout, dim=transpose.index(layout.dim % len(shape)) - len(shape))
+    if heads and join == CAT:
+        axis = 0 if role.startswith("param.") else -1
+        if not shape or shape[axis] % math.prod((heads[0], heads[1] + 2)) or layout.kind == "shard":
+            return "it has no whole heads"
     stored = all(p.payload is not None for p in parts)
     nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].storage.itemsize
     fields |= {
@@ -242,7 +244,8 @@ def derive(
         "rounded": None,
         "payload": Payload(COMPUTED, 0, nbytes) if stored else None,
     }
-    return Derived(**fields, parts=tuple(parts), join=join, dim=axis, transpose=transpose, label=label, rule=rule)
+    fields |= {"join": join, "dim": axis, "transpose": transpose, "heads": heads}
+    return Derived(**fields, parts=tuple(parts), label=label, rule=rule)
 
 
 def _label(parts: Sequence[Record], join: str) -> str:
@@ -297,11 +300,13 @@ def join_stats(found: Sequence[Stats]) -> Stats | None:
     )
 
 
-def _turns(parts: Sequence[Record]) -> bool:
+def _turns(parts: Sequence[Record], head: int = 0) -> bool:
     x, cos, sin = (p.shape for p in parts)
     if not x or len(cos) != 2 or cos != sin or parts[0].row_dim != 0 or x[0] != cos[0] or cos[1] % 2 or not cos[1]:
         return False
-    return int(np.prod(x[1:], dtype=np.int64)) % cos[1] == 0 and (len(x) == 2 or x[-1] >= cos[1])
+    if head and (head < cos[1] or (len(x) > 2 and x[-1] != head)):
+        return False
+    return int(np.prod(x[1:], dtype=np.int64)) % (head or cos[1]) == 0 and (len(x) == 2 or x[-1] >= cos[1])
 
 
 class View:
@@ -322,7 +327,7 @@ def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray
     """The bits of ``record`` from its ``dump``, as dump.reader's ``read`` gives them, also for a `Derived` record."""
     if not isinstance(record, Derived):
         return np.asarray(dump.read(record, out))
-    if len(record.parts) == 1 and not record.transpose:
+    if len(record.parts) == 1 and not record.transpose and not record.heads:
         return read(dump, record.parts[0], out)
     return put_into(out, _make(dump, record), record.name)
 
@@ -335,8 +340,20 @@ def _make(dump: Any, record: Derived) -> np.ndarray:
         value = np.concatenate(arrays, axis=record.dim)
     else:
         floats = [widen(a, p.dtype).astype(np.float32) for a, p in zip(arrays, record.parts, strict=True)]
-        value = rope(*floats) if record.join == ROPE else _total(floats)
+        turned = record.join == ROPE
+        value = rope(floats[0], floats[1], floats[2], *record.heads) if turned else _total(floats)
+    if record.heads and record.join == CAT:
+        value = by_part(value, record.dim, *record.heads)
     return np.ascontiguousarray(np.transpose(value, record.transpose) if record.transpose else value)
+
+
+def by_part(value: np.ndarray, axis: int, groups: int, queries: int) -> np.ndarray:
+    """``value``, whose axis has for each of ``groups`` that many ``queries``, a key and a value, with all queries
+    first, then all keys and all values."""
+    moved = np.moveaxis(value, axis, 0)
+    heads = moved.reshape(groups, queries + 2, -1, *moved.shape[1:])
+    parts = heads[:, :queries], heads[:, queries:-1], heads[:, -1:]
+    return np.moveaxis(np.concatenate([p.reshape(-1, *moved.shape[1:]) for p in parts]), 0, axis)
 
 
 def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -345,13 +362,16 @@ def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
         return np.asarray(total, np.float32)
 
 
-def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """x: float32 [rows, ...] of heads of size d; cos, sin: float32 [rows, d], both halves alike. float32 as x. Of
-    larger heads, which a shape [rows, heads, size] shows, the first d are rotated and the rest stays."""
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head: int = 0, pairs: int = 0) -> np.ndarray:
+    """x: float32 [rows, ...] of heads; cos, sin: float32 [rows, d], both halves alike. float32 as x. Of heads of more
+    than d the first d are rotated and the rest stays. head: their size; 0 where only a shape [rows, heads, size] shows
+    one that is not d. pairs: whether neighbours are turned, where halves are usual."""
     rows, d = cos.shape
-    if x.ndim > 2 and x.shape[-1] > d:
-        return np.concatenate([rope(np.ascontiguousarray(x[..., :d]), cos, sin), x[..., d:]], axis=-1)
-    heads = x.reshape(rows, -1, d)
-    half = d // 2
-    turned = np.concatenate([-heads[..., half:], heads[..., :half]], axis=-1)
-    return np.asarray(heads * cos[:, None] + turned * sin[:, None], np.float32).reshape(x.shape)
+    heads = x.reshape(rows, -1, head or (x.shape[-1] if x.ndim > 2 else d))
+    if pairs:
+        cos, sin = (np.repeat(v[:, : d // 2], 2, axis=1) for v in (cos, sin))
+        turned = np.stack([-heads[..., 1:d:2], heads[..., 0:d:2]], axis=-1).reshape(*heads.shape[:2], d)
+    else:
+        turned = np.concatenate([-heads[..., d // 2 : d], heads[..., : d // 2]], axis=-1)
+    whole = np.concatenate([heads[..., :d] * cos[:, None] + turned * sin[:, None], heads[..., d:]], axis=-1)
+    return np.asarray(whole, np.float32).reshape(x.shape)

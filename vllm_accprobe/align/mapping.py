@@ -40,13 +40,15 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class RoleRule:
     """mine: a role, or several with ``+`` between them, whose sum is meant; None: every role. sources: how the golden
-    makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin)."""
+    makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin). heads: see
+    derived.Derived."""
 
     mine: str | None
     sources: tuple[Source, ...]
     join: str = CAT
     dim: int | None = None
     transpose: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

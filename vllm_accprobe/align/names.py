@@ -11,8 +11,8 @@ rules are (mapping.py, engines/), the values (derived.py).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive
@@ -20,6 +20,7 @@ from vllm_accprobe.align.engines import vllm_names
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import Record
 
@@ -272,7 +273,9 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
-        golden, mine, notes = apply(vllm_names.RULES, golden, mine, sides[0] == vllm_names.VLLM)
+        swapped = sides[0] == vllm_names.VLLM
+        stored = vllm_names.stored_otherwise(*((mine, golden) if swapped else (golden, mine)))
+        golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
@@ -297,7 +300,8 @@ def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[
     if swapped:
         mine, golden, lines = apply(rules, mine, golden)
         return golden, mine, lines
-    work = _Work(rules, golden.records, mine.records)
+    attrs = {m.tap: m.attrs for modules in mine.modules.values() for m in modules}
+    work = _Work(rules, golden.records, mine.records, attrs)
     work.run()
     stay = [r for r in work.golden.records if work.stays(r)] + [r for made in work.made.values() for r in made]
     return View(golden, stay), View(mine, work.mine_records()), work.lines()
@@ -315,8 +319,11 @@ class _Records:
 
 
 class _Work:
-    def __init__(self, rules: Rules, golden: Sequence[Record], mine: Sequence[Record]):
-        self.rules = rules
+    def __init__(
+        self, rules: Rules, golden: Sequence[Record], mine: Sequence[Record], attrs: Mapping[str, Mapping[str, Any]]
+    ):  # fmt: skip
+        """attrs: of mine's modules (`Module.attrs`)."""
+        self.rules, self.attrs = rules, attrs
         self.mine = _Records(mine)
         self.mine_classes = {r.tap: r.cls for r in mine}
         self.kinds = _known(mine)
@@ -438,6 +445,8 @@ class _Work:
             return
         if any((tap, r) in self.summed for r in mine_roles) or any(p not in self.golden.places for p in places):
             return
+        if len(mine_roles) > 1 and self._is_whole(tap, mine_roles):
+            return
         label = f"mapping {rule.label}"
         made = self._derive(self.golden, places, tap, role, part, label)
         if not made:
@@ -454,10 +463,25 @@ class _Work:
         self.taken.update(p for p in places if p[0] == tap)
         self.counts[rule.label] += 1
 
+    def _is_whole(self, tap: str, roles: tuple[str, ...]) -> bool:
+        """Whether by its code the module gives out, as the first of ``roles``, a sum with the others in it."""
+        first, *others = (str((object_at(self.attrs.get(tap, {}), "forward") or {}).get(r) or "") for r in roles)
+        return all(text and (f"({text} + " in first or f" + {text})" in first) for text in others)
+
+    def _heads(self, tap: str, part: RoleRule) -> tuple[int, ...]:
+        """`Derived.heads`: of a rotary embedding those of mine's module, or of the one beside it."""
+        if part.join != ROPE:
+            return part.heads
+        beside = self.attrs.get(f"{tap.rpartition('.')[0]}.rotary_emb", {})
+        size = self.attrs.get(tap, {}).get("head_size")
+        known = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        return (int(size or 0), int(beside.get("is_neox_style") is False)) if known else ()
+
     def _derive(
         self, side: _Records, places: list[Place], tap: str, role: str, part: RoleRule, label: str
     ) -> list[Record]:
         out: list[Record] = []
+        heads = self._heads(tap, part)
         for moment in side.places[places[0]]:
             found = []
             for place in places:
@@ -469,7 +493,8 @@ class _Work:
             # An input is one tensor also where several modules take it; a part of one is not joined with anything.
             transpose = part.transpose if role.startswith("param.") or part.mine is not None else ()
             cls = self.mine_classes.get(tap, "")
-            made = derive(parts, tap, role, cls=cls, join=part.join, dim=part.dim, transpose=transpose, rule=label)
+            made = derive(parts, tap, role, cls=cls, join=part.join, dim=part.dim, transpose=transpose, heads=heads,
+                          rule=label)  # fmt: skip
             if isinstance(made, str):
                 self.problems[made] += 1
             else:

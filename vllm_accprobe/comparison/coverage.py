@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_accprobe.align.tokens import RowSet, SideRows, subject
-from vllm_accprobe.comparison.pair import NONE_JUDGED, SKIP, Pair, was_compared
+from vllm_accprobe.comparison.pair import SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import TEXT, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, Routing
+from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, UNJUDGED, Routing
 from vllm_accprobe.standards.limits import ELEMENT
 
 if TYPE_CHECKING:
@@ -82,22 +82,16 @@ def _behind(golden: np.ndarray, mine: np.ndarray) -> int:
     return int(((at >= 0) & (subject(before) == subject(golden)) & (before < golden) & np.isin(before, last)).sum())
 
 
-def finished(measured: Mapping[str, Any], routing: Routing, pairs: Iterable[Pair] = ()) -> dict[str, Any]:
+def finished(
+    measured: Mapping[str, Any], routing: Routing, flipped: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """``coverage`` with what judging adds: rows that other experts may have computed, choices without a margin, and
-    ``pairs`` of which no row is judged."""
+    ``flipped`` tokens (compare.json's) that are not judged. Pairs of which no row is judged: `Comparison`."""
     left = {why: len(routing.left[why]) for why in (ROWS_AFTER, ROWS_BEHIND, NOT_COMPARED)}
     counts = left | {UNRULED: routing.unruled, UNKNOWN: routing.unknown}
     skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
-    skipped |= Counter(p.message for p in pairs if p.status == SKIP and was_compared(p))
+    skipped |= Counter(f"flipped tokens: {f['why']}" for f in flipped if f["why"] in UNJUDGED)
     return {k: v for k, v in measured.items() if k != ENDED} | {"skipped": skipped}
-
-
-def with_fewer_unjudged(measured: Mapping[str, Any], pairs: Iterable[Pair]) -> dict[str, Any]:
-    """``coverage`` where a replay has judged some of the pairs of which no row was."""
-    skipped = dict(measured.get("skipped", {}))
-    if NONE_JUDGED in skipped:
-        skipped[NONE_JUDGED] = sum(p.message == NONE_JUDGED for p in pairs)
-    return {**measured, "skipped": {why: n for why, n in skipped.items() if n}} if skipped else dict(measured)
 
 
 def _rows(side: SideRows) -> dict[str, np.ndarray]:

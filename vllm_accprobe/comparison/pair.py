@@ -12,7 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
-NONE_JUDGED = "not judged: all rows follow a router's near tie, or rows whose experts were not compared"
+NOT_JUDGED = "not judged: "
+"""Begins the message of a pair whose tensors were compared and of which no row is judged."""
+NONE_JUDGED = f"{NOT_JUDGED}all rows follow a router's near tie, or rows whose experts were not compared"
 
 
 @dataclass(frozen=True, slots=True)

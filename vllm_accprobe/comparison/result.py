@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
+from vllm_accprobe.comparison.pair import COLUMNS, FAIL, NOT_JUDGED, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.runner_inputs import RUNNER, cache_origin, is_cache, is_explained
 from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
 from vllm_accprobe.judge.origins import OriginEntry
@@ -103,6 +103,10 @@ class Comparison:
                    "pairs_identical": c.identical, "pairs_bit_identical": c.bit_identical}  # fmt: skip
         # Whoever changes a pair's status makes a new Comparison, and its coverage must not tell of the old one.
         others = {k: v for k, v in self.coverage.items() if k not in counted}
+        skipped = {k: v for k, v in others.get("skipped", {}).items() if not k.startswith(NOT_JUDGED)}
+        skipped |= {k: n for k, n in c.skip_reasons.items() if k.startswith(NOT_JUDGED)}
+        if skipped or "skipped" in others:
+            others["skipped"] = skipped
         object.__setattr__(self, "coverage", counted | others)
         cache = cache_origin(self.states)
         if cache is not None:  # whatever the tensors, a replay, or another tool's standard, say

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import xxhash
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +158,34 @@ def widen(array: np.ndarray, dtype: str, *, as_float: bool = False) -> np.ndarra
             return array.astype(np.float64)
         return array if dtype in ("int64", "uint64") else array.astype(np.int64)
     return array
+
+
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)
+
+
+SAMPLE = 4096
+"""Elements of a parameter's sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""
+
+
+def rounded_hashes(values: np.ndarray) -> str:
+    """`Record.rounded` of a weight's values: what a run in 16 bits has of the same checkpoint. In pieces: an embedding
+    of float32 has gigabytes."""
+    flat = values.reshape(-1)
+    step = max(1, -(-len(flat) // SAMPLE))
+    piece = -(-(1 << 20) // step) * step
+    found: list[str] = []
+    for name in ("bfloat16", "float16"):
+        whole, sample = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for start in range(0, len(flat), piece):
+            some = flat[start : start + piece]
+            with np.errstate(over="ignore"):
+                narrow = name == "float16"
+                data = some.astype(np.float16) if narrow else round_to_bfloat16(some.astype(np.float32))
+            whole.update(data.tobytes())
+            sample.update(data[::step].tobytes())
+        found += [f"{name}:{h.hexdigest()}" for h in (whole, sample)]
+    return " ".join(found)

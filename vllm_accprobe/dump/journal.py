@@ -406,6 +406,7 @@ class TensorHead(NamedTuple):
     sample: str | None = None
     once: bool = False
     view: tuple[tuple[int, ...], int] | None = None
+    rounded: str | None = None
 
     def line(self) -> dict[str, Any]:
         """What stays in the line of every tensor here, whatever its form, its bytes and its place in a step."""
@@ -415,6 +416,8 @@ class TensorHead(NamedTuple):
         }  # fmt: skip
         if self.sample is not None:
             line["sample"] = self.sample
+        if self.rounded is not None:
+            line["rounded"] = self.rounded
         if self.layout is not None:
             line["layout"] = self.layout
         if self.mutated:

@@ -361,7 +361,7 @@ class Record:
     rows: name of the row space along ``row_dim``, or None for a tensor without rows.
     hash: xxh3-128 of the stored bytes, 32 hex digits, or None (a fingerprint only).
     sample: parameters: hash of a fixed sample of elements, see capture/taps/params.py.
-    rounded: parameters of a pack: ``dtype:hash`` of the values and of their sample in each dtype of 16 bits.
+    rounded: parameters of a float32 golden: ``dtype:hash`` of the values and of their sample in each dtype of 16 bits.
     mutated: the module changed this input in place (the payload is the value before).
     payload: None in a ``stats`` dump, for a fingerprint, and where ``lost``: its file is not there, or damaged.
     stride, offset: of the tensor as the model had it, in elements, the offset from the beginning of its storage; None

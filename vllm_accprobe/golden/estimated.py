@@ -191,7 +191,7 @@ def _sketches_of(pack: GoldenPack, first: Record, key: Key) -> SketchPlace | Non
     """The sketches of a tensor under the name that its own tool has for it (transformers' input of down_proj is vLLM's
     output of act_fn); None of one that a mapping puts together of several."""
     while isinstance(first, Derived):
-        if len(first.parts) != 1 or first.transpose:
+        if len(first.parts) != 1 or first.transpose or first.heads:
             return None
         first = first.parts[0]
         key = first.tap, first.role, first.call

@@ -30,12 +30,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, SideRows, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan.unit import SAMPLER, Group, Key, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.dtypes import DTYPES, rounded_hashes, widen
 from vllm_accprobe.dump.files import DumpError, HeaderEntry, build_header
 from vllm_accprobe.dump.journal import KINDS, TensorHead, is_operator
 from vllm_accprobe.dump.journal_writer import encode
@@ -539,8 +538,10 @@ class _Packing:
     def _param(self, r: Record) -> dict[str, Any]:
         line = TensorHead(r.tap, r.cls, r.role, r.rows, r.row_dim, r.layout.to_event(), False, r.sample, True).line()
         stats = {n: getattr(r.stats, n) for n in r.stats.__slots__} if r.stats is not None else None
-        if r.dtype in ("float32", "float64") and r.payload is not None:
-            line["rounded"] = " ".join(_rounded_hashes(self.dump.read(r)))
+        if r.rounded is not None:
+            line["rounded"] = r.rounded
+        elif r.dtype in ("float32", "float64") and r.payload is not None:
+            line["rounded"] = rounded_hashes(self.dump.read(r))
         return line | {"dtype": r.dtype, "shape": list(r.shape), "call": r.call, "seq": r.seq, "hash": r.hash,
                        "stats": stats}  # fmt: skip
 
@@ -646,28 +647,6 @@ def _picked(space: RowSpace, at: np.ndarray) -> list[Segment]:
                 drafts = None if s.drafts is None else 0
                 found.append(replace(s, pos=s.pos + n, n=1, row=s.row + n, drafts=drafts))
     return found
-
-
-SAMPLE = 4096
-"""As capture/taps/params.py has it (a test holds the two equal)."""
-
-
-def _rounded_hashes(values: np.ndarray) -> Iterator[str]:
-    """`Record.rounded` of a weight's values: what a run in 16 bits has of the same checkpoint. In pieces: an embedding
-    of float32 has gigabytes."""
-    flat = values.reshape(-1)
-    step = max(1, -(-len(flat) // SAMPLE))
-    piece = -(-(1 << 20) // step) * step
-    for name in ("bfloat16", "float16"):
-        whole, sample = xxhash.xxh3_128(), xxhash.xxh3_128()
-        for start in range(0, len(flat), piece):
-            some = flat[start : start + piece]
-            with np.errstate(over="ignore"):
-                narrow = name == "float16"
-                data = some.astype(np.float16) if narrow else round_to_bfloat16(some.astype(np.float32))
-            whole.update(data.tobytes())
-            sample.update(data[::step].tobytes())
-        yield from (f"{name}:{h.hexdigest()}" for h in (whole, sample))
 
 
 def is_once_a_row(r: Record) -> bool:

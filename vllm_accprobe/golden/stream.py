@@ -317,7 +317,7 @@ class _StreamRun:
         stack.callback(taps.remove)
         taps.attach(self._model, language_path(self._model))
         self._taps = taps
-        self._parameters = parameters = ParameterLines(session, self._model, say)
+        self._parameters = parameters = ParameterLines(session, self._model, say, rounded=True)
         nbytes = sum(p.numel() for p in self._model.parameters()) * self._dtype.itemsize
         parameters.stored = self._config.wants_param_payloads(nbytes)
         for path, module in self._blocks.resident.items():

@@ -348,7 +348,8 @@ PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED, OTHERWISE, UNROUTED = (
     "other sampling parameters",
     "experts not compared",
 )
-UNJUDGED = (UNKNOWN, UNROUTED)
+UNJUDGED = (UNKNOWN, UNROUTED, RANDOM, OTHERWISE)
+"""Flips that show neither a right sampler nor a wrong one."""
 FAILED = (SAMPLED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED)
 """A sampler or a logits processor that did not do what its request asks."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,13 +132,27 @@ def test_words() -> None:
     assert leaf_code(nn.LayerNorm(4)) == []
 
 
-@pytest.mark.parametrize("place", ["zamba2.Zamba2RMSNormGated", "kimi_linear.KimiLinearRMSNormGated"])
-def test_a_gated_norm_of_another_formula_is_unchecked(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("activation", "status"), [("silu", PASS), ("sigmoid", PASS), ("gelu", SKIP), (1, SKIP)])
+@pytest.mark.parametrize("place", ["qwen3_next.Qwen3NextRMSNormGated", "kimi_linear.KimiLinearRMSNormGated"])
+def test_a_gate_of_a_table_is_the_one_of_the_module(
+    place: str, activation: object, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
-    module, name = place.split(".")
-    source = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    cls = getattr(source, name)
-    part = cls(D, 8) if name.startswith("Zamba") else cls(D)
+    part: Any = of_transformers(place)
+    part.activation = activation
+    table = type(part).forward.__globals__["ACT2FN"]
+    monkeypatch.setitem(type(part).forward.__globals__, "ACT2FN", {1: torch.tanh, "silu": nn.SiLU(), "gelu": nn.GELU(),
+                                                                   "sigmoid": table["sigmoid"]})  # fmt: skip
+    for gates, wanted in ((None, status), ("tanh", FAIL if status == PASS else status)):
+        if gates is not None:  # what the capture read is not what runs
+            monkeypatch.setitem(type(part).forward.__globals__, "ACT2FN", {activation: torch.tanh})
+        rows = [r for r in rows_of(part, tmp_path / str(gates)) if r.tap == "part"]
+        assert [r.status for r in rows] == [wanted], rows[0].message
+
+
+def test_a_gated_norm_of_groups_is_unchecked(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    part = importlib.import_module("transformers.models.zamba2.modeling_zamba2").Zamba2RMSNormGated(D, 8)
     rows = [r for r in rows_of(part, tmp_path / "d") if r.tap == "part"]
     assert [r.status for r in rows] == [SKIP]
     assert "its source" in rows[0].message

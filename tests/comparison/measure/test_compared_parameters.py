@@ -6,13 +6,11 @@ import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
-from vllm_accprobe.capture.taps import params as captured
 from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params, is_computed
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.dtypes import SAMPLE, rounded_hashes, widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
-from vllm_accprobe.golden.pack import SAMPLE, _rounded_hashes
 from vllm_accprobe.standards.limits import Standard
 
 
@@ -104,7 +102,7 @@ def test_fingerprints():
 
 def test_a_pack_of_float32_against_16_bits():
     def golden(values, **more):
-        hashes = " ".join(_rounded_hashes(values))
+        hashes = rounded_hashes(values)
         return lambda s: group(s, [values], payload=False, stats=Stats(24, *[1.0] * 4, 0, 0), rounded=hashes, **more)
 
     def mine(values, **more):
@@ -122,13 +120,12 @@ def test_a_pack_of_float32_against_16_bits():
     assert run(golden(W), mine(other, role="param.cos_sin_cache")).by == "statistics"  # each run computes it
     assert run(golden(W), mine(other, hash="crc32:1")).by == "statistics"
     wide = np.arange(3 * SAMPLE, dtype=np.float32)
-    assert SAMPLE == captured.SAMPLE
     sample = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(round_to_bfloat16(wide)[::3]))
     assert run(golden(wide), mine(wide, hash=None, sample=sample)).equal
     large = np.arange((1 << 20) + SAMPLE, dtype=np.float32).reshape(2, -1)  # in two pieces
     bits = round_to_bfloat16(large)
     found = [f"bfloat16:{xxhash.xxh3_128_hexdigest(b.tobytes())}" for b in (bits, bits.reshape(-1)[::257])]
-    assert list(_rounded_hashes(large))[:2] == found
+    assert rounded_hashes(large).split()[:2] == found
 
 
 def test_packed_against_plain_is_skipped_with_its_reason():

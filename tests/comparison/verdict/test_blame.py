@@ -1,5 +1,6 @@
 """Planted faults: the module that makes the error is named, at the token where it does, and nobody else is."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -298,6 +299,23 @@ def test_tokens_sampled_at_random_are_not_judged():
     assert result.verdict == "pass"
     assert {f["why"] for f in result.tokens["flipped"]} == {"sampled at random"}
     assert result.notes == ["3 requests were not sampled greedily: their flipped tokens are not judged"]
+    tokens = Counter((p.status, p.message) for p in result.pairs if (p.tap, p.role) == (SAMPLER, TOKEN))
+    unjudged = "not judged: sampled at random"
+    assert tokens[SKIP, unjudged] == result.coverage["skipped"][unjudged] > 0
+    assert result.coverage["skipped"]["flipped tokens: sampled at random"] == 3
+
+
+def test_a_run_of_nothing_but_tokens_at_random_is_not_compared() -> None:
+    """And one whose tokens are all there is to compare is no pass because some of them are equal by chance."""
+    sides = [capture(sampler=lambda best, at, k=k: (best + k * (at + 1)) % 64) for k in (1, 2)]
+    for side in sides:
+        side.records = [r for r in side.records if r.tap == SAMPLER and r.step is not None]
+    found = compare(*sides)
+    assert {p.status for p in found.pairs if p.role == TOKEN} == {SKIP}
+    for side in sides:
+        side.records = [r for r in side.records if r.role == TOKEN]
+    with pytest.raises(NothingCompared, match="not judged"):
+        compare(*sides)
 
 
 def test_ranks_that_should_be_equal_and_are_not(golden):
@@ -322,7 +340,7 @@ def test_tokens_alone_that_all_flip_without_logits_are_nothing_compared(flipped)
     if flipped < 4:
         assert compare(dump(), other).verdict == "pass"
         return
-    with pytest.raises(NothingCompared, match="nothing could be compared: 1 flipped: no logits recorded"):
+    with pytest.raises(NothingCompared, match="nothing could be compared: not judged: no logits recorded"):
         compare(dump(), other)
 
 
@@ -373,7 +391,7 @@ def test_best_logits_of_rows_whose_experts_were_not_compared(
     assert any("their experts were not compared" in note for note in found.notes) is (why == UNROUTED)
     decoded = {p.role: (p.status, p.message) for p in found.pairs if p.tap == SAMPLER and p.phase == DECODE}
     if why == UNROUTED:  # a pair without a judged row is no pass
-        assert decoded == {TOKEN: (SKIP, "1 flipped: experts not compared"), TOP_LOGITS: (SKIP, NONE_JUDGED)}
+        assert decoded == {TOKEN: (SKIP, "not judged: experts not compared"), TOP_LOGITS: (SKIP, NONE_JUDGED)}
         counts = found.counts.skip_reasons
         assert {reason: found.coverage["skipped"].get(reason) for reason in counts} == counts
     else:

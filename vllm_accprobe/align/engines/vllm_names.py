@@ -11,6 +11,7 @@ experts' weights have no rule: each platform packs them differently. Not here: h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -213,6 +214,41 @@ _RENAMES = (
     ),
 )
 RULES = Rules("the built-in table", _RENAMES, _RULES)
+
+
+OUTPUT = "output.0"
+_CHILD = re.compile(r"(\w+)\[0\]")
+"""A formula (capture/taps/formulas.py) of what a child gave out."""
+_TRANSPOSED = ("Conv1D",)
+"""Classes of transformers that multiply by their weight, where a linear layer's is transposed."""
+_PER_GROUP = ("BloomAttention", "FalconAttention", "FalconFlashAttention2", "GPTNeoXAttention", "InternLM2Attention",
+              "InternLM2FlashAttention2", "PersimmonAttention")  # fmt: skip
+"""Modules of transformers whose fused projection has queries, key and value of one group of heads side by side."""
+
+
+def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
+    """Rules for what vLLM's loaders put into another order than transformers' modules have it, and for what a module
+    of transformers gives out that vLLM's code of its name does not (Bloom's attention adds the residual stream), by
+    tap. theirs: a dump of transformers; own: of vLLM."""
+    modules = {m.tap: m for modules in theirs.modules.values() for m in modules}
+    classes = {tap: m.cls for tap, m in modules.items()}
+    found: dict[str, tuple[TapRule, ...]] = {}
+    for module in (m for modules in own.modules.values() for m in modules):
+        tap, cls = module.tap, classes.get(module.tap)
+        if cls in _TRANSPOSED and module.cls not in _TRANSPOSED:
+            role = RoleRule("param.weight", (Source(tap, "param.weight"),), transpose=(1, 0))
+            found[tap] = (_rule(f"weight ← {cls}'s, transposed", tap, role),)
+        elif module.cls == "QKVParallelLinear" and classes.get(tap.rpartition(".")[0]) in _PER_GROUP:
+            heads, groups = (module.attrs.get(f"total_num_{name}") for name in ("heads", "kv_heads"))
+            if isinstance(heads, int) and isinstance(groups, int) and 0 < groups <= heads and not heads % groups:
+                roles = ("param.weight", "param.bias", "output.0")
+                parts = [RoleRule(r, (Source(tap, r),), heads=(groups, heads // groups)) for r in roles]
+                found[tap] = (_rule("query, key, value ← those of each group of heads", tap, *parts),)
+        elif tap in modules and (known := object_at(modules[tap].attrs, "forward")) is not None:
+            gives = _CHILD.fullmatch(str((object_at(module.attrs, "forward") or {}).get(OUTPUT, "")))
+            if gives is not None and OUTPUT not in known:
+                found[tap] = (_rule(f"output ← {gives[1]}'s", tap, _one(OUTPUT, f"{tap}.{gives[1]}", OUTPUT)),)
+    return found
 
 
 _APART = "SharedFusedMoE"

@@ -2,7 +2,8 @@
 
 The problem: a class's name does not say its formula: T5's ``T5LayerNorm`` takes no mean off, and half of the RMS norms
 weigh with 1 + w. The idea: the forward is read, not run: names of the functions that it calls, and the few operations
-that decide between formulas (``- mean``, ``1 + weight``, ``gate first``).
+that decide between formulas (``- mean``, ``1 + weight``, ``gate first``). A function that the module itself chooses,
+of a table (``ACT2FN[self.activation]``) or as an attribute, has the name that this instance gives.
 Not here: which reference they choose (opcheck/references/norms.py, rotary.py); blocks with parts (formulas.py).
 """
 
@@ -20,6 +21,8 @@ import torch
 from vllm_accprobe.dump.block_code import GATE_FIRST, MINUS_MEAN, ONE_PLUS_WEIGHT
 
 _READ = ("Norm", "Rotary", "Rope")
+_LONGEST = 80
+"""Characters of a name."""
 
 
 def leaf_code(module: torch.nn.Module) -> list[str]:
@@ -30,9 +33,21 @@ def leaf_code(module: torch.nn.Module) -> list[str]:
     if module._modules or replaced or not any(w in cls.__name__ for w in _READ) or cls.__module__.startswith("torch."):
         return []
     try:
-        return sorted(_words(cls))  # type: ignore[arg-type]  # a class can be hashed
+        words = {_chosen(module, word) for word in _words(cls)}  # type: ignore[arg-type]  # a class can be hashed
+        return sorted(words - {""})
     except Exception:  # a model's source may be anything
         return []
+
+
+_OF_TABLE = "self."
+"""Before the attribute by which a function of a table is chosen."""
+
+
+def _chosen(module: torch.nn.Module, word: str) -> str:
+    if word.startswith(_OF_TABLE):
+        key = module.__dict__.get(word.removeprefix(_OF_TABLE))
+        return key.lower() if isinstance(key, str) and len(key) <= _LONGEST else ""
+    return str(getattr(module.__dict__.get(word), "__name__", word))[:_LONGEST]
 
 
 @functools.lru_cache(maxsize=512)
@@ -52,7 +67,12 @@ def _words(cls: type) -> frozenset[str]:
 
 
 def _called(node: ast.Call) -> str:
-    f: Any = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    f: Any = node.func
+    if isinstance(f, ast.Subscript):
+        key: Any = f.slice
+        if isinstance(key, ast.Attribute) and getattr(key.value, "id", None) == "self":
+            return _OF_TABLE + key.attr
+        f = f.value
     return f.attr if isinstance(f, ast.Attribute) else f.id if isinstance(f, ast.Name) else ""
 
 

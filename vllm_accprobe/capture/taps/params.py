@@ -17,14 +17,11 @@ import torch
 
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session, is_plain
 from vllm_accprobe.capture.taps.hooks import chooses
+from vllm_accprobe.dump.dtypes import SAMPLE, rounded_hashes
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import digest, template_of
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell, moments_at
-
-SAMPLE = 4096
-"""Elements in the hashed sample: every ceil(n / SAMPLE)-th one of the flattened tensor, from the first."""
-
 
 _WRAPPED = ".base_layer"
 """Of a layer that LoRA has wrapped after loading: its parameters were recorded under the layer's own path."""
@@ -50,10 +47,13 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class ParameterLines:
-    """Writes the ``param`` lines of ``model``, each once: ``layer`` of one module, ``rest`` of all that is left."""
+    """Writes the ``param`` lines of ``model``, each once: ``layer`` of one module, ``rest`` of all that is left.
+    rounded: with the hashes that float32 values have in 16 bits."""
 
-    def __init__(self, session: Session, model: torch.nn.Module, say: Callable[[str], None]):
-        self._session = session
+    def __init__(
+        self, session: Session, model: torch.nn.Module, say: Callable[[str], None], *, rounded: bool = False
+    ):  # fmt: skip
+        self._session, self._rounded = session, rounded
         self._model = model
         self._done: set[tuple[str, str]] = set()
         chosen = [tensor for path, cls, _, tensor in named_tensors(model) if chooses(session.config, path, cls)]
@@ -92,8 +92,10 @@ class ParameterLines:
         shape = tuple(tensor.shape)
         layout = session.layouts.param_event(path, name, shape)
         tensor = tensor.detach()
-        head = TensorHead(tap, cls, f"param.{name}", layout=layout, sample=sample_hash(tensor), once=True)
         dtype = DTYPE_NAMES[tensor.dtype]
+        rounded = rounded_hashes(tensor.numpy()) if self._rounded and dtype == "float32" else None
+        sample = sample_hash(tensor)
+        head = TensorHead(tap, cls, f"param.{name}", layout=layout, sample=sample, once=True, rounded=rounded)
         template = template_of(head, dtype, shape, tensor.nbytes)
         if self.stored:
             session.sink.parameter(template, tensor)

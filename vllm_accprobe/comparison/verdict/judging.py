@@ -581,7 +581,7 @@ class _Judge:
             mine_run=setting.mine_run,
             golden_ids=setting.golden_ids,
             pairs=pairs,
-            coverage=finished(setting.coverage, self.routing, pairs)
+            coverage=finished(setting.coverage, self.routing, flipped)
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,

@@ -21,7 +21,7 @@ import numpy as np
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.read import figures_text
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.comparison.pair import FAIL, NOT_JUDGED, PASS, SKIP, Pair
 from vllm_accprobe.dump.record_table import by_column, column
 from vllm_accprobe.dump.schema import DECODE, PREFILL
 from vllm_accprobe.judge import near_ties
@@ -179,7 +179,8 @@ def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
     if not verdicts:
         return replace(pair, status=PASS, message="", limit=0.0)
     counts = Counter(verdicts)
+    if sum(counts[why] for why in near_ties.UNJUDGED) == pair.rows:
+        return replace(pair, status=SKIP, message=NOT_JUDGED + ", ".join(sorted(counts)))
     message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
     bad = counts[near_ties.UPSTREAM] or any(counts[why] for why in near_ties.FAILED)
-    left = sum(counts[why] for why in near_ties.UNJUDGED) == pair.rows
-    return replace(pair, status=FAIL if bad else SKIP if left else PASS, message=message)
+    return replace(pair, status=FAIL if bad else PASS, message=message)

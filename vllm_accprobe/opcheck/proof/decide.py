@@ -22,9 +22,9 @@ import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.coverage import ModuleCover, to_plain, with_fewer_unjudged
+from vllm_accprobe.comparison.coverage import ModuleCover, to_plain
 from vllm_accprobe.comparison.gaps import Gap, entry_of
-from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, was_compared
+from vllm_accprobe.comparison.pair import FAIL, NOT_JUDGED, PASS, SKIP, Pair, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.decode import keys, one_of, parse
@@ -73,7 +73,7 @@ def _checked_message(pair: Pair, size: float, limit: float) -> str:
     return "; ".join([f"introduces an error of {size:.3g} (limit {limit:.2g}, by replay)", *filter(None, rest)])
 
 
-_OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ", NONE_JUDGED)
+_OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ", NOT_JUDGED)
 """How clauses on a comparison's own limits begin (judge/tensor_errors.py, comparison/verdict/blame.py)."""
 
 
@@ -281,7 +281,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     pairs = with_replayed(result.pairs, first)
     decided = replace(
         result, origins=[*named, *(o for o in rest if o not in loaded)], verdict=verdict, notes=[*notes, *kept_notes],
-        machines=machines or result.machines, pairs=pairs, coverage=with_fewer_unjudged(result.coverage, pairs),
+        machines=machines or result.machines, pairs=pairs,
     )  # fmt: skip
     return decided if decided.origins else _acquitted(decided, proof, rows, cleared, excused)
 

@@ -284,6 +284,9 @@ def rms_operator(call: Call) -> dict[str, Expected]:
     return {"inplace.input.0": y} | ({} if total is None else {"inplace.input.1": total})
 
 
+_GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+
+
 @reference("RMSNormGated", "*RMSNormGated")
 def gated_rms(call: Call) -> Expected:
     x = call.wide("x", "hidden_states", "0")
@@ -295,9 +298,12 @@ def gated_rms(call: Call) -> Expected:
         return rms_normed(x, weight, eps, call.unit)
     if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
         raise Declined("attribute norm_before_gate was not recorded")
-    decline_if(bool(words) and "silu" not in words, "its source has another gate than silu")
-    gate = torch.nn.functional.silu(z.double())
+    named = words or {str(call.attrs.get("activation", "silu"))}
+    gates = {_GATES[name] for name in named & _GATES.keys()}
+    decline_if(len(gates) != 1, "its source has another gate than silu or sigmoid")
+    gate = gates.pop()(z.double())
     if GATE_FIRST in words or not call.attr("norm_before_gate", default=True):
+        decline_if(not named & {"silu", "swish"}, "its source norms behind another gate than silu")
         return gate_first(x * gate, x, weight, eps, call.unit)
     normal = rms_norm(x, weight, eps)
     y = normal * gate
