@@ -12,15 +12,15 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from itertools import chain, zip_longest
-from operator import attrgetter
+from itertools import chain, repeat, zip_longest
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair, LabelSide
-from vllm_accprobe.comparison.pair import COLUMNS, Pair
+from vllm_accprobe.comparison.pair import COLUMNS, Pair, Pairs
 from vllm_accprobe.report.text import count, each, num, safe
 from vllm_accprobe.whole_file import write_csv_lines, write_lines, write_text
 
@@ -46,25 +46,26 @@ def cell(value: Any) -> Any:
     return "'" + text if text.startswith(_FORMULA) else text
 
 
-def pair_lines(pairs: Sequence[Pair], others: Sequence[tuple[Any, ...]] | None) -> Iterator[str]:
+def pair_lines(pairs: Pairs, others: Sequence[tuple[Any, ...]] | None) -> Iterator[str]:
     """The line of each pair: COLUMNS, then the cells of ``others``. Column by column: most cells of one are alike."""
-    get: Callable[[Pair], tuple[Any, ...]] = attrgetter(*COLUMNS)
     for start in range(0, len(pairs), _CHUNK):
         here = slice(start, start + _CHUNK)
-        columns = list(zip(*map(get, pairs[here]), strict=True))
+        columns: list[Sequence[Any]] = [pairs.column(name)[here] for name in COLUMNS]
         columns += zip(*others[here], strict=True) if others is not None else ()
         for line in zip(*(_cells(name in _WRITTEN, c) for name, c in zip_longest(COLUMNS, columns)), strict=True):
             yield ",".join(line) + "\n"
 
 
-def _cells(written: bool, values: tuple[Any, ...]) -> list[str]:
+def _cells(written: bool, values: Sequence[Any]) -> list[str]:
     """written: of texts and shapes, of which equal ones are not always one object."""
     try:
         if written:
             known = {value: _text(value) for value in set(values)}
-            return [known[value] for value in values]
+            return list(map(known.__getitem__, values))
     except TypeError:  # a list has no hash
         pass
+    if set(map(type, values)) <= {float, int, type(None)} and not all(map(is_, values, repeat(values[0]))):
+        return repr(list(values))[1:-1].replace("None", "").split(", ")  # as _text, all at once
     return each(values, _text)
 
 
@@ -89,7 +90,7 @@ def write_csv(comparison: Comparison, path: str | Path) -> None:
     """
     other = comparison.foreign
     head = [*COLUMNS, *(other.columns if other is not None else ())]
-    lines = pair_lines(comparison.pairs, other.rows if other is not None else None)
+    lines = pair_lines(comparison.table, other.rows if other is not None else None)
     write_lines(path, chain([",".join(map(_text, head)) + "\n"], lines))
 
 
