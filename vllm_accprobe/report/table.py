@@ -14,8 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from itertools import chain, repeat, zip_longest
-from operator import is_
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ _NUMBER = ("int", "float", "bool", "int | None", "float | None")
 _WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)
 """Columns whose values are no numbers: the others are written as they are."""
 _CHUNK = 4096
-_NO_ESCAPES = frozenset('"\n\r')
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -64,9 +62,9 @@ def _cells(written: bool, values: Sequence[Any]) -> list[str]:
             return list(map(known.__getitem__, values))
     except TypeError:  # a list has no hash
         pass
-    if set(map(type, values)) <= {float, int, type(None)} and not all(map(is_, values, repeat(values[0]))):
-        return repr(list(values))[1:-1].replace("None", "").split(", ")  # as _text, all at once
-    return each(values, _text)
+    if 2 * len(set(map(id, values))) < len(values) or not set(map(type, values)) <= {float, int, type(None)}:
+        return each(values, _text)
+    return repr(list(values))[1:-1].replace("None", "").split(", ")  # the same, all at once
 
 
 def _text(value: Any) -> str:
@@ -75,7 +73,7 @@ def _text(value: Any) -> str:
         return repr(value)
     if value is None:
         return ""
-    if type(value) is str and not value.startswith(_FORMULA) and _NO_ESCAPES.isdisjoint(value):
+    if type(value) is str and not (value.startswith(_FORMULA) or '"' in value or "\n" in value or "\r" in value):
         return f'"{value}"' if "," in value else value
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow((cell(value), ""))

@@ -78,23 +78,32 @@ def _column(name: str, values: list[Any], bad: np.ndarray) -> str:
             return f'{{"c":{cells[0] if cells else "null"}}}'
         return f'{{"v":[{",".join(cells)}]}}'
     values = values[:1] if alike else values
-    index: dict[Any, int] = {}
-    # Keyed by value and type: True, 1 and "1" are three texts.
-    where = each(values, lambda v: index.setdefault((type(v), tuple(v) if type(v) is list else v), len(index)))
-    texts = [_text(key, " × " if name == "shape" else ", ") for _, key in index]
+    # Keyed by type, too, where there are several: True, 1 and "1" are three texts.
+    one = len(set(map(type, values)) - {type(None)}) <= 1 and not any(map(isinstance, values[:1], repeat(list)))
+    keys = values if one else [(type(v), tuple(v) if type(v) is list else v) for v in values]
+    known = dict(zip(dict.fromkeys(keys), map(str, range(len(keys)))))
+    texts = [_text(key if one else key[1], " × " if name == "shape" else ", ") for key in known]
     if len(texts) <= 1:
         return f'{{"c":{script_json(texts[0] if texts else None)}}}'
-    return f'{{"d":{script_json(texts)},"i":[{",".join(each(where, str))}]}}'
+    return f'{{"d":{script_json(texts)},"i":[{",".join(map(known.__getitem__, keys))}]}}'
 
 
 def _numbers(values: list[Any], bad: np.ndarray, short: str, long: str) -> list[str]:
     """All of a kind at once: of 20,000 floats each call of a formatter would take as long as the formatting."""
-    cells = each(values, lambda v: "null" if v is None else str(int(v)) if isinstance(v, (bool, int)) else "")
+    kinds = set(map(type, values))
+    if kinds <= {int, type(None)}:
+        return repr(values)[1:-1].replace("None", "null").split(", ")
+    cells = [""] * len(values)
+    if not kinds <= {float}:
+        cells = each(values, lambda v: "null" if v is None else str(int(v)) if isinstance(v, (bool, int)) else "")
     floats = [i for i, cell in enumerate(cells) if not cell]
-    for digits, at in ((short, [i for i in floats if not bad[i]]), (long, [i for i in floats if bad[i]])):
-        texts = (f"%{digits}," * len(at) % tuple(values[i] for i in at)).split(",")
-        for i, text in zip(at, texts, strict=False):
-            cells[i] = text if text[-1].isdigit() else f'"{nonfinite(values[i])}"'
+    good, worse = ([i for i in floats if bad[i] == which] for which in (False, True)) if bad.any() else (floats, [])
+    for digits, at in ((short, good), (long, worse)):
+        texts = (f"%{digits}," * len(at) % tuple(values if len(at) == len(values) else [values[i] for i in at]))
+        for i, text in zip(at, texts.split(","), strict=False):
+            cells[i] = text
+    for i in np.flatnonzero(~np.isfinite(np.array([values[i] for i in floats], np.float64))).tolist():
+        cells[floats[i]] = f'"{nonfinite(values[floats[i]])}"'
     return cells
 
 
