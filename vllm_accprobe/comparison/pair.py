@@ -220,8 +220,8 @@ def severities(pairs: Pairs) -> np.ndarray:
 def over_limits(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """(how many times its limit each pair reaches, in the measure that decided, infinite over a limit of 0; which have
     a value and a limit)."""
-    rows, whole = pairs.numbers("worst_row_rel_l2"), pairs.numbers("rel_l2")
-    values, limits = np.where([v is None for v in pairs.column("worst_row_rel_l2")], whole, rows), pairs.numbers("limit")
+    rows, whole, limits = map(pairs.numbers, ("worst_row_rel_l2", "rel_l2", "limit"))
+    values = np.where([v is None for v in pairs.column("worst_row_rel_l2")], whole, rows)
     decided = pairs.those("measure", _MEASURED.__contains__)
     if decided.any():
         gains, off = pairs.having("measure", "row_norm_ratio"), pairs.numbers("measured")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_accprobe.align.tokens import NO_ROWS, POSITION_MASK, RowSet, SideRows,
 from vllm_accprobe.comparison.measure.measured import SpillBuffer
 from vllm_accprobe.comparison.measure.measurer import unit_bytes
 from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
-from vllm_accprobe.comparison.pair import FAIL, PASS, Pair
+from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, Pairs
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.dtypes import DTYPES
@@ -137,9 +138,10 @@ class RowLog:
         rows, error = self._entries.get(_name(pair), (NO_ROWS, 0.0))
         return (rows.keys, np.broadcast_to(np.float32(error), len(rows))) if len(rows) else None
 
-    def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
-        entries = ((i, self._entries.get(_name(p)), p.limit) for i, p in enumerate(pairs))
-        found = [(i, *entry, np.nan if limit is None else limit) for i, entry, limit in entries if entry is not None]
+    def table(self, pairs: Pairs, names: Names) -> RowTable:
+        known = list(map(self._entries.get, zip(*map(pairs.column, _NAME), strict=True)))
+        each = enumerate(zip(known, pairs.column("limit"), strict=True))
+        found = [(i, *entry, np.nan if limit is None else limit) for i, (entry, limit) in each if entry is not None]
         if not any(error if type(error) is float else np.any(error) for _, _, error, _ in found):  # nothing to tell
             found = []
         subjects = {rows: subject(rows.keys) for rows in {rows for _, rows, _, _ in found}}
@@ -188,8 +190,8 @@ def _stretches(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
             begin, rows = i, 0
 
 
-def _name(pair: Pair) -> tuple[Any, ...]:
-    return pair.golden, pair.mine, pair.step, pair.rank
+_NAME = ("golden", "mine", "step", "rank")
+_name = attrgetter(*_NAME)
 
 
 def _label(request: str, image: int | None) -> str:

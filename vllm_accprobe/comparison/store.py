@@ -97,8 +97,8 @@ class ArrayPools:
         out = []
         for u in units:
             # Of what all have alike one is enough: see `_columns`.
-            first = u.parts.alike if isinstance(u.parts, LazyTable) else lambda name: False
-            some = {name: [getattr(u.parts.first, name)] for name in (*PLAIN[1:], *TABLES) if first(name)}
+            some = u.parts.same if isinstance(u.parts, LazyTable) else {}
+            some = {name: [some[name]] for name in (*PLAIN[1:], *TABLES) if name in some}
             tables = [list(map(self.put, some.get(name) or column(u.parts, name))) for name in TABLES if u.parts]
             arrays = [*zip(*map(rows, column(u.parts, "rows")), strict=True), *tables]
             plain = [some.get(name) or column(u.parts, name) for name in PLAIN if u.parts]

@@ -77,9 +77,10 @@ class LazyTable(Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._made)
 
-    def alike(self, name: str) -> bool:
-        """Whether a field is known to be the same of all."""
-        return name not in self._columns
+    @property
+    def same(self) -> dict[str, Any]:
+        """The fields that all have alike."""
+        return {name: value for name, value in self._same.items() if name not in self._columns}
 
     def column(self, name: str) -> Sequence[Any]:
         return self._columns[name] if name in self._columns else [self._same[name]] * self._n

@@ -71,11 +71,12 @@ def depth(comparison: Comparison) -> list[Point]:
     worst = np.full((len(names), len(PHASES)), -1.0)
     for phase, some, value in _factors(table):
         value = np.where(some & np.isfinite(value), np.maximum(value, 0.0), -1.0)[at]
-        np.maximum.at(worst, (tap, phase), value)
+        np.maximum.at(worst[:, phase], tap, value)
     order = np.array(table.column("order"), np.int64)[at]
     first = np.lexsort((order, tap))[np.searchsorted(np.sort(tap), np.arange(len(names)))]
-    failed, endless = (np.bincount(tap[which[at]], minlength=len(names)).tolist()
-                       for which in (table.failed, np.isposinf(table.severities)))  # fmt: skip
+    every = np.ones(len(table), bool)
+    sizes, failed, endless = (np.bincount(tap[which[at]], minlength=len(names)).tolist()
+                              for which in (every, table.failed, np.isposinf(table.severities)))  # fmt: skip
     points = []
     for i, name in enumerate(names):
         pair, blamed, created = comparison.pairs[at[first[i]]], origins.get(name), comparison.created.get(name)
@@ -83,10 +84,9 @@ def depth(comparison: Comparison) -> list[Point]:
             text = origin_factor(blamed[1])
             created = text if text is not None and math.isfinite(text) else None
             endless[i] = max(endless[i], text == math.inf)
-        phases = (None if x < 0 else x for x in worst[i].tolist())
-        number = None if blamed is None else blamed[0]
-        points.append(Point(name, pair.cls or "", pair.order, layer_of(name), created, *phases, number,
-                            int((tap == i).sum()), failed[i], endless[i]))  # fmt: skip
+        prefill, decode, other = (None if x < 0 else x for x in worst[i].tolist())
+        points.append(Point(name, pair.cls or "", pair.order, layer_of(name), created, prefill, decode, other,
+                            None if blamed is None else blamed[0], sizes[i], failed[i], endless[i]))  # fmt: skip
     return sorted(points, key=lambda p: (p.order, p.tap))
 
 

@@ -86,7 +86,8 @@ class ByLines:
         fit = (met.partner >= 0) & self.fits(1, mine) & (whole | ~met.whole)
         pieces = []
         pair = golden.form[met.partner] * len(mine.forms) + mine.form if len(golden) else mine.form
-        for form in np.unique(pair[fit]).tolist():
+        alone = len(golden.forms) == len(mine.forms) == 1
+        for form in ([0] if fit.any() else []) if alone else np.unique(pair[fit]).tolist():
             at = np.flatnonzero(fit & (pair == form))
             pieces += _decided(unit, _Side(golden, met.partner[at]), _Side(mine, at), met)
         if not pieces:
@@ -229,23 +230,29 @@ def _by_statistics(golden: _Side, mine: _Side, met: Partners, shape: tuple[int, 
     g, m = sides
     if g is None or m is None:
         return []
-    known = [~np.isnan([s[name] for name in ("max", "min", "mean", "l2")]) for s in (g, m)]
-    common = (known[0] & known[1]).any(0) | np.any([s[n] > 0 for s in (g, m) for n in ("nan", "inf")], axis=0)
+    known = [~np.isnan(np.stack([s[name] for name in NAMES])) for s in (g, m)]
+    common = (known[0] & known[1]).any(0) | (g["nan"] + g["inf"] + m["nan"] + m["inf"] > 0)
     some = (g["count"] >= 0) & (m["count"] >= 0) & common
     if not some.any():
         return []
     if not some.all():
         golden, mine = golden.only(some), mine.only(some)
         g, m = ({name: values[some] for name, values in s.items()} for s in (g, m))
-    figures = [
-        zip(*([None if v != v else v for v in s[name].tolist()] for name in ("max", "min", "mean", "l2")), strict=True)
-        for s in (g, m)
-    ]
+    figures = [zip(*(_or_none(s[name]) for name in NAMES), strict=True) for s in (g, m)]
     columns = {
         "stats": list(zip(*(e.tolist() for e in read.statistics_errors(g, m)), strict=True)),
         "figures": list(zip(*figures, strict=True)),
     }
     return [(mine.at, _table(golden, mine, met, shape, columns, whole=whole))]
+
+
+NAMES = ("max", "min", "mean", "l2")
+
+
+def _or_none(values: np.ndarray) -> list[float | None]:
+    """None for NaN."""
+    found = values.tolist()
+    return [None if v != v else v for v in found] if np.isnan(values).any() else found
 
 
 def _row_norms(golden: _Side) -> list[float]:

@@ -191,7 +191,8 @@ class UnitMeasurer:
             return MeasuredUnit.of(unit, compare_params(unit, self.golden, self.mine, Standard()))
         found = MeasuredUnit.of(unit)
         goldens, mine = Groups.of(unit.golden), Groups.of(unit.mine)
-        mine = mine.only(np.lexsort((mine.cell, np.maximum(mine.step, 0))))
+        order = np.lexsort((mine.cell, np.maximum(mine.step, 0)))
+        mine = mine.only(order) if (order[1:] < order[:-1]).any() else mine
         can = np.flatnonzero(self._fitting(0, goldens))
         at, parts = self.by_lines.parts(unit, goldens, mine, can, whole=not _SORTED.search(unit.key[0]))
         chosen = is_choice(unit.key[1], unit.cls)  # its values are needed even where they are equal

@@ -37,7 +37,7 @@ from vllm_accprobe.comparison.notes import (
     with_constants,
     without_tensors,
 )
-from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, counted, was_compared
+from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, Pairs, counted, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
@@ -557,7 +557,9 @@ class _Judge:
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
-        pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
+        pairs = Pairs(p for p, _ in judged)
+        moments = [-1 if step is None else step for step in pairs.column("step")]
+        pairs = Pairs(pairs[i] for i in np.lexsort((pairs.column("order"), moments)).tolist())
         if not alone and not blamed:  # all that was left may be tokens whose flips nothing judges
             alone = self._alone(pairs)
         rows = self.log.table(pairs, setting.names)
@@ -586,7 +588,7 @@ class _Judge:
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
-            verdict=FAIL if any(p.status == FAIL for p in pairs) or blamed or wrong_weights(setting.weights) else PASS,
+            verdict=FAIL if pairs.failed.any() or blamed or wrong_weights(setting.weights) else PASS,
             notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, blamed),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers)
@@ -652,7 +654,7 @@ class _Judge:
 
     def _nothing(self, pairs: Sequence[Pair]) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
-        judged = [p for p in pairs if p.status in (PASS, FAIL)]
+        judged = (p for p in pairs if p.status in (PASS, FAIL))
         seen = self.measured.setting.coverage
         # Rows that one side has alone: both were to compute, and one was killed before it did.
         left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
