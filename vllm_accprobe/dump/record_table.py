@@ -77,6 +77,10 @@ class LazyTable(Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._made)
 
+    def stretch(self, start: int, stop: int) -> LazyTable[T]:
+        columns = {name: values[start:stop] for name, values in self._columns.items()}
+        return LazyTable(self._kind, stop - start, columns, self._same)
+
     @property
     def same(self) -> dict[str, Any]:
         """The fields that all have alike."""

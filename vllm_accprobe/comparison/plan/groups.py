@@ -233,6 +233,15 @@ class Groups(Sequence[Group]):
                 self._made[i] = Group(own, (cell, own[0].step), where, *self.forms[form])
         return [g for i in which if (g := self._made[i]) is not None]
 
+    @staticmethod
+    def joined(some: Sequence[tuple[Groups, np.ndarray]]) -> Groups:
+        """Some groups of each, one after the other: all of one form, and of one side's records."""
+        first, at = some[0]
+        start, size, cell, step, space = (np.concatenate([getattr(groups, name)[which] for groups, which in some])
+                                          for name in ("start", "size", "cell", "step", "space"))  # fmt: skip
+        return Groups(first.records, first.order, start, size, cell, step, first.spaces, space,
+                      [first.forms[first.form[at[0]]]], np.zeros(len(start), np.int64))  # fmt: skip
+
     def only(self, which: np.ndarray) -> Groups:
         """Some of them, in this order."""
         start, size, cell, step = (x[which] for x in (self.start, self.size, self.cell, self.step))

@@ -12,9 +12,8 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
@@ -79,9 +78,10 @@ def _column(name: str, values: list[Any], bad: np.ndarray) -> str:
         return f'{{"v":[{",".join(cells)}]}}'
     values = values[:1] if alike else values
     # Keyed by type, too, where there are several: True, 1 and "1" are three texts.
-    one = len(set(map(type, values)) - {type(None)}) <= 1 and not any(map(isinstance, values[:1], repeat(list)))
+    kinds = set(map(type, values)) - {type(None)}
+    one = len(kinds) <= 1 and list not in kinds
     keys = values if one else [(type(v), tuple(v) if type(v) is list else v) for v in values]
-    known = dict(zip(dict.fromkeys(keys), map(str, range(len(keys)))))
+    known = dict(zip(dict.fromkeys(keys), map(str, range(len(keys))), strict=False))
     texts = [_text(key if one else key[1], " × " if name == "shape" else ", ") for key in known]
     if len(texts) <= 1:
         return f'{{"c":{script_json(texts[0] if texts else None)}}}'
