@@ -10,7 +10,7 @@ again. What is left out is counted by reason. Not here: measuring and judging (e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -108,21 +108,24 @@ class RowLog:
     _entries: dict[tuple[Any, ...], tuple[RowSet, np.ndarray | float]] = field(default_factory=dict)
     """A pair's rows and their errors, or the one that all have."""
 
-    def add_alike(self, pairs: Sequence[Pair], rows: Sequence[RowSet], errors: np.ndarray) -> None:
-        """Pairs of one tensor, with their rows, and the one error that all rows of a pair have: float [pairs]."""
-        errors, role = errors.astype(np.float32), pairs[0].role
-        kept = [True] * len(pairs)
+    def add_alike(
+        self, role: str, column: Callable[[str], Sequence[Any]], rows: Sequence[RowSet], errors: np.ndarray
+    ) -> None:
+        """Pairs of one tensor, as columns, with their rows, and the one error that all rows of a pair have: float
+        [pairs]."""
+        errors, kept = errors.astype(np.float32), [True] * len(errors)
         if not role.startswith(("output", "inplace")):
-            limits = np.array([p.limit or 0.0 for p in pairs], np.float32)
+            limits = np.array([limit or 0.0 for limit in column("limit")], np.float32)
             kept = [] if role.startswith("param.") else (errors > limits).tolist()
-        for pair, of, error, keep in zip(pairs, rows, errors.tolist(), kept, strict=False):
+        names = zip(*map(column, _NAME), strict=True)
+        for name, of, error, keep in zip(names, rows, errors.tolist(), kept, strict=False):
             if keep and len(of.keys) and len(of.decode) == len(of.keys):
-                self._entries[_name(pair)] = of, error
+                self._entries[name] = of, error
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
         if len(error) == 1:
-            self.add_alike([pair], [rows], error)
+            self.add_alike(pair.role, Pairs([pair]).column, [rows], error)
             return
         if not len(rows) or not len(rows.decode) == len(error) == len(rows) or pair.role.startswith("param."):
             return
