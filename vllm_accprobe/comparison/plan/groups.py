@@ -344,12 +344,13 @@ def merged(
 def _numbered(major: np.ndarray, minor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [n], a number for each pair of equal values, in order of first appearance; where each appears first).
     major: numbers below n, or few."""
-    if len(minor) and int(minor.max()) - int(minor.min()) > len(minor):
-        minor = np.unique(minor, return_inverse=True)[1]
+    if len(minor) and (major == major[0]).all() and (minor == minor[0]).all():
+        return np.zeros(len(minor), np.int64), np.zeros(1, np.int64)
     low, high = int(minor.min(initial=0)), int(minor.max(initial=0))
+    if high - low > len(minor):
+        minor = np.unique(minor, return_inverse=True)[1]
+        low, high = 0, len(minor)
     code = major.astype(np.int64) * (high - low + 1) + (minor - low)
-    if len(code) and (code == code[0]).all():
-        return np.zeros(len(code), np.int64), np.zeros(1, np.int64)
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty(len(order), np.int64)
