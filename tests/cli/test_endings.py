@@ -27,9 +27,9 @@ from vllm_accprobe.comparison.measure import measurer as workers
 from vllm_accprobe.comparison import store as resume
 workers._MOST, resume.PATIENCE = 2, 0.0
 real = workers.UnitMeasurer.measure
-def slow(self, unit):
-    time.sleep(0.2)
-    return real(self, unit)
+def slow(self, units):
+    time.sleep(0.2 * len(units))
+    return real(self, units)
 workers.UnitMeasurer.measure = slow
 """,
     "opcheck": """

@@ -94,9 +94,10 @@ def test_what_is_measured_is_not_measured_again(dumps, tmp_path, monkeypatch):
 
     real, measured = workers.UnitMeasurer.measure, []
 
-    def watched(self, unit):
-        measured.append(real(self, unit))
-        return measured[-1]
+    def watched(self, units):
+        found = real(self, units)
+        measured.extend(found)
+        return found
 
     monkeypatch.setattr(workers.UnitMeasurer, "measure", watched)
     again = compare(*dumps, resume=tmp_path)
@@ -129,9 +130,9 @@ from vllm_accprobe.cli import main
 workers._MOST = 2
 resume.PATIENCE = 0.0
 real = workers.UnitMeasurer.measure
-def slow(self, unit):
-    time.sleep(0.05)
-    return real(self, unit)
+def slow(self, units):
+    time.sleep(0.05 * len(units))
+    return real(self, units)
 workers.UnitMeasurer.measure = slow
 sys.argv = ["accprobe", "compare", *sys.argv[1:]]
 main()

@@ -15,7 +15,7 @@ from vllm_accprobe import spill_buffer
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.coverage import UNKNOWN, finished
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.pair import COLUMNS, Counts, Pair, count_pairs, counted
+from vllm_accprobe.comparison.pair import COLUMNS, Counts, Pair, Pairs, counted
 from vllm_accprobe.comparison.plan.unit import family
 from vllm_accprobe.judge.near_ties import ROWS_AFTER, Routing
 from vllm_accprobe.report.html import page
@@ -82,8 +82,8 @@ def test_families():
 
 def test_what_judging_adds():
     measured = {"rows_compared": 7, "skipped": {"why": 1}}
-    assert finished(measured, Routing()) == measured
-    found = finished(measured, Routing(unknown=2, left=defaultdict(set, {ROWS_AFTER: {5, 6, 7}})))
+    assert finished(measured, Routing(), Pairs()) == measured
+    found = finished(measured, Routing(unknown=2, left=defaultdict(set, {ROWS_AFTER: {5, 6, 7}})), Pairs())
     assert found == {"rows_compared": 7, "skipped": {"why": 1, ROWS_AFTER: 3, UNKNOWN: 2}}
     assert measured["skipped"] == {"why": 1}
 
@@ -95,7 +95,7 @@ def pair(status, **more):
 def test_each_kind():
     pairs = [pair("pass"), pair("pass", identical=True, bit_identical=True), pair("fail", identical=True),
              pair("skip", message="why", identical=True), pair("skip", message="why")]  # fmt: skip
-    found = count_pairs(pairs)
+    found = Pairs(pairs).counts
     assert found == Counts(2, 1, 2, 2, 1, {"why": 2})
     assert (found.compared, found.total) == (3, 5)
 

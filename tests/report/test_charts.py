@@ -71,7 +71,7 @@ FAULTS = {
 def test_who_failed_is_not_below_the_line_and_one_fault_has_one_factor(fault, standard):
     result = compare(capture(), capture(faults=FAULTS[fault], chunk=3), standard=standard)
     points = {p.tap: p for p in depth(result)}
-    failed = [p for p in result.pairs if p.status == "fail" and on_axis(p)]
+    failed = [result.pairs[i] for i in np.flatnonzero(result.table.failed & on_axis(result.table))]
     assert failed
     for p in failed:
         point = points[p.tap]

@@ -5,7 +5,6 @@ Not here: what is compared (compare.py), the measuring (comparison/), the replay
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,9 +35,6 @@ def compare_dumps(
 ) -> NoReturn:
     """Two dumps (paths or None), or a saved comparison. The groups are those of compare.py: CompareOptions,
     JudgeOptions, WorkOptions, InsteadOptions, PrintOptions. Raises typer.Exit."""
-    # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
-    # has gone costs a tenth of the time that a pair of equal dumps takes.
-    gc.set_threshold(100_000, 50, 50)
     sheet, rejudge, form = what.sheet, instead.rejudge, printed.format
     places.require_directory(judging.weights, "--weights")
     rate = FALSE_ALARM_RATE if judging.rate is None else judging.rate

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_accprobe.align.tokens import RowSet, SideRows, subject
-from vllm_accprobe.comparison.pair import SKIP, Pair
+from vllm_accprobe.comparison.pair import SKIP, Pairs
 from vllm_accprobe.comparison.plan.unit import TEXT, family
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, UNJUDGED, Routing
@@ -122,7 +122,7 @@ class ModuleCover(NamedTuple):
 
 
 def by_class(
-    pairs: Sequence[Pair], setting: ComparisonContext | None, element: float,
+    pairs: Pairs, setting: ComparisonContext | None, element: float,
     covers: Mapping[str, ModuleCover] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """compare.json's ``coverage.by_class``, the classes with most rows first. element: an element's limit over its
@@ -159,7 +159,7 @@ def by_class(
 def with_covers(result: Comparison, covers: Mapping[str, ModuleCover]) -> Comparison:
     limits = result.standard.get("origins by", result.standard)
     setting = None if result.measured is None else result.measured.setting
-    found = by_class(result.pairs, setting, float(limits.get("element", ELEMENT)), covers)
+    found = by_class(result.table, setting, float(limits.get("element", ELEMENT)), covers)
     return replace(result, coverage=result.coverage | {BY_CLASS: found})
 
 
@@ -170,27 +170,33 @@ def _largest(covers: Iterable[ModuleCover]) -> dict[str, float] | None:
     return {name: max(float(s[i] or 0.0) for s in sizes) for i, name in enumerate(names)} if sizes else None
 
 
-def _compared(pairs: Iterable[Pair], element: float) -> dict[str, ModuleCover]:
+def _compared(pairs: Pairs, element: float) -> dict[str, ModuleCover]:
     """Of what modules gave out: files' tensors, too, but no inputs and no parameters. The widest limits count."""
-    calls: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
-    limits: dict[str, tuple[str, float, float]] = {}
-    forms = set()
-    for p in pairs:
-        if p.status == SKIP or p.role.startswith(("input", "param.")):
-            continue
-        own, call = calls[p.tap], (p.step, p.rank, p.call)
-        own[call] = max(own.get(call, 0), 1 if p.rows is None else p.rows)
-        form = p.tap, p.limit, p.shape[1:]
-        if form in forms:
-            continue
-        forms.add(form)
-        cls, row, column = limits.get(p.tap, (p.cls, 0.0, 0.0))
-        limit = p.limit or 0.0
-        width = math.prod(p.shape[1:]) if len(p.shape) > 1 else 1
-        limits[p.tap] = cls, max(row, limit), max(column, min(limit * element, limit * math.sqrt(width)))
+    given = ~pairs.those("role", lambda role: role.startswith(("input", "param."))) & ~pairs.having("status", SKIP)
+    at = np.flatnonzero(given)
+    taps, tap = pairs.numbered("tap", at)
+    places = (pairs.column(name) for name in ("step", "rank", "call", "rows", "limit", "shape"))
+    each = list(zip(tap.tolist(), *([values[i] for i in at.tolist()] for values in places), strict=True))
+    calls: dict[tuple[Any, ...], int] = {}
+    forms: dict[tuple[Any, ...], int] = {}
+    for i, (*call, rows, limit, shape) in enumerate(each):
+        own, n = tuple(call), 1 if rows is None else rows
+        if calls.get(own, -1) < n:
+            calls[own] = n
+        forms.setdefault((call[0], limit, shape[1:]), i)
+    limits: dict[int, tuple[str, float, float]] = {}
+    for (which, own_limit, feature), i in forms.items():
+        cls, row, column = limits.get(which, (pairs[at[i]].cls, 0.0, 0.0))
+        limit = own_limit or 0.0
+        width = math.prod(feature)
+        limits[which] = cls, max(row, limit), max(column, min(limit * element, limit * math.sqrt(width)))
+    counts: Counter[int] = Counter(which for which, *_ in calls)
+    sums: Counter[int] = Counter()
+    for (which, *_), n in calls.items():
+        sums[which] += n
     return {
-        tap: ModuleCover(cls, len(calls[tap]), sum(calls[tap].values()), 0, row, column, row)
-        for tap, (cls, row, column) in limits.items()
+        taps[which]: ModuleCover(cls, counts[which], sums[which], 0, row, column, row)
+        for which, (cls, row, column) in limits.items()
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_accprobe.comparison.coverage import ENDED
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pairs
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge import near_ties
@@ -46,7 +46,7 @@ def _mask_text(golden: Sequence[str], mine: Sequence[str]) -> str:
     return "logits were masked " + ", ".join(parts)
 
 
-def images(setting: ComparisonContext, units: Sequence[MeasuredUnit], pairs: Sequence[Pair]) -> list[str]:
+def images(setting: ComparisonContext, units: Sequence[MeasuredUnit], pairs: Pairs) -> list[str]:
     """What is reported of images with other hashes: where everything that was computed of them agrees, only their
     hashes differ."""
     if not setting.other_images:
@@ -72,13 +72,13 @@ def join(*parts: str) -> str:
     return "; ".join(filter(None, parts))
 
 
-def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dict[str, Any] | None:
+def first_divergence(pairs: Pairs, rows: RowTable | None = None) -> dict[str, Any] | None:
     """The first failing pair in the order of the data flow, earliest step first; and in it, where ``rows`` tells, the
     first row beyond the limit. metric ``row_error`` is a row's number in tensor_errors.py's unit, a relative L2
     error."""
-    failing = [i for i, p in enumerate(pairs) if p.status == FAIL]
-    if not failing:
+    if not pairs.failed.any():
         return None
+    failing = np.flatnonzero(pairs.failed).tolist()
     i = min(failing, key=lambda i: (pairs[i].order, -1 if pairs[i].step is None else pairs[i].step))
     p = pairs[i]
     value = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else p.rel_l2
@@ -147,14 +147,15 @@ def one_sided(coverage: Mapping[str, Any], notes: Sequence[str], flipped: Sequen
 
 def notes(
     static: Sequence[str],
-    pairs: Sequence[Pair],
+    pairs: Pairs,
     flipped: Sequence[dict[str, Any]],
     replicas: int,
     origins: Sequence[Any] = (),
 ) -> list[str]:
     """What must be said before any number: different weights first, then ``static`` (notes.plan_notes)."""
     out: list[str] = []
-    params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
+    weights = pairs.those("role", lambda role: role.startswith("param.")) & ~pairs.having("status", SKIP)
+    params = [pairs[i] for i in np.flatnonzero(weights).tolist()]
     wrong = [p for p in params if p.status == FAIL]
     if wrong:
         first = min(wrong, key=lambda p: p.order)
@@ -164,8 +165,8 @@ def notes(
     out += static
     if replicas:
         out.append(f"{replicas} tensors that all ranks should hold alike differ between the ranks of mine")
-    grown = [p for p in pairs if p.status == FAIL and p.role.startswith("output") and p.measure in METRICS[:3]]
-    if grown and not origins:
+    grown = pairs.failed & pairs.those("role", lambda role: role.startswith("output"))
+    if (grown & pairs.those("measure", METRICS[:3].__contains__)).any() and not origins:
         out.append(NOBODY)
     whys = Counter(f["why"] for f in flipped)
     if whys[near_ties.RANDOM]:

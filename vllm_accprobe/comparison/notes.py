@@ -22,7 +22,7 @@ from vllm_accprobe.align.tokens import what_differs
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.read import UNREAD
-from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, counted, was_compared
+from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, Pairs, counted, was_compared
 from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
@@ -222,7 +222,7 @@ def with_constants(
     `differing`'s) that may matter; a module that is an origin already, or stands for one inside that was not captured,
     is given the cause instead. classes: by tap."""
     places: dict[str, tuple[int, bool]] = {}
-    for p in pairs:
+    for p in pairs if settings else ():
         if was_compared(p):
             order, same = places.get(p.tap, (p.order, True))
             places[p.tap] = min(order, p.order), same and (p.identical or not p.role.startswith(("output", "inplace")))
@@ -391,7 +391,7 @@ def apply(result: Comparison, standard: NamedStandard) -> Comparison:
         verdict = FAIL if verdicts else PASS
     if rule.needs_kl:
         note += _about_kl(pairs)
-    divergence = messages.first_divergence(pairs, None) if verdict == FAIL else None
+    divergence = messages.first_divergence(Pairs(pairs), None) if verdict == FAIL else None
     if divergence is not None:  # ours are other measures than the one that decided
         place = tuple(divergence[k] for k in ("module", "role", "step"))
         found = next(p for p in pairs if (p.tap, p.role, p.step) == place)

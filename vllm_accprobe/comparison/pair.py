@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 NOT_JUDGED = "not judged: "
@@ -123,11 +129,57 @@ def counted(n: int, one: str) -> str:
     return f"{n:,} {one}{'s' * (n != 1)}"
 
 
-def count_pairs(pairs: list[Pair]) -> Counts:
-    status = Counter(p.status for p in pairs)
-    reasons = Counter(p.message for p in pairs if p.status == SKIP)
-    known = [p.bit_identical for p in pairs if p.identical and p.status != SKIP]
-    return Counts(status[PASS], status[FAIL], status[SKIP], len(known), sum(known), dict(reasons))
+class Pairs(list[Pair]):
+    """All pairs of a comparison, none of which changes any more: a column, or a severity, is made once for all that
+    read it."""
+
+    def __init__(self, pairs: Iterable[Pair] = ()):
+        super().__init__(pairs)
+        self._columns: dict[str, list[Any]] = {}
+
+    def column(self, name: str) -> list[Any]:
+        if name not in self._columns:
+            self._columns[name] = list(map(attrgetter(name), self))
+        return self._columns[name]
+
+    def numbers(self, name: str) -> np.ndarray:
+        """float64: NaN for None."""
+        return np.array(self.column(name), np.float64)
+
+    def those(self, name: str, fits: Callable[[Any], bool]) -> np.ndarray:
+        """bool: whose value ``fits``, which is asked once for equal ones."""
+        values = self.column(name)
+        known = {value: fits(value) for value in set(values)}
+        return np.fromiter(map(known.__getitem__, values), bool, len(values))
+
+    def having(self, name: str, value: Any) -> np.ndarray:
+        """bool: which have this value."""
+        return self.those(name, lambda own: own == value)
+
+    def numbered(self, name: str, at: np.ndarray) -> tuple[list[Any], np.ndarray]:
+        """(the different values of the pairs ``at``, as they come; int64 [at], which of them each has)."""
+        values = self.column(name)
+        known: dict[Any, int] = {}
+        which = [known.setdefault(values[i], len(known)) for i in at.tolist()]
+        return list(known), np.array(which, np.int64)
+
+    @cached_property
+    def failed(self) -> np.ndarray:
+        return self.having("status", FAIL)
+
+    @cached_property
+    def severities(self) -> np.ndarray:
+        """`severity` of each."""
+        return severities(self)
+
+    @cached_property
+    def counts(self) -> Counts:
+        status, same, bits = map(self.column, ("status", "identical", "bit_identical"))
+        n = Counter(status)
+        reasons = Counter(self[i].message for i in np.flatnonzero(self.having("status", SKIP)).tolist())
+        known = Counter(zip(status, map(bool, same), map(bool, bits), strict=True))
+        exact, widened = (sum(known[s, True, b] for s in (PASS, FAIL)) for b in (True, False))
+        return Counts(n[PASS], n[FAIL], n[SKIP], exact + widened, exact, dict(reasons))
 
 
 _MEASURED = ("row_norm_ratio", "row_rel_l2", "element", "created")
@@ -147,29 +199,36 @@ def value_of(pair: Pair) -> float | None:
     return pair.rel_l2 if pair.worst_row_rel_l2 is None else pair.worst_row_rel_l2
 
 
-def over_limit(pair: Pair) -> float | None:
-    """How many times its limit a pair reaches, in the measure that decided; infinite over a limit of 0, else None."""
-    if pair.measure in _MEASURED:
-        off = pair.measured
-        if off is not None and pair.measure == "row_norm_ratio":
-            off = abs(off - 1.0)
-        return ratio(off, pair.allowed)
-    return ratio(value_of(pair), pair.limit)
-
-
 def severity(pair: Pair) -> float:
-    """How bad a pair is: value over limit, 1 and more is beyond it. Non-finite mismatches are infinite, skips -1."""
-    if pair.status == SKIP:
-        return -1.0
-    if pair.bit_identical and pair.status == PASS:
-        return 0.0
-    if pair.nonfinite_mismatch:
-        return math.inf
-    r = over_limit(pair)
-    if r is not None:
-        # A pair that failed on something else than its rows (replicas that differ) is still a failure.
-        if pair.status == FAIL:
-            return max(r, 1.0)
-        # What must be equal and passes all the same (another token in a near tie) is not beyond its limit.
-        return r if math.isfinite(r) else 1.0
-    return math.inf if pair.status == FAIL else 0.0
+    """How bad a pair is: in the measure that decided, value over limit, 1 and more is beyond it; infinite over a limit
+    of 0. Non-finite mismatches are infinite, skips -1."""
+    return float(severities(Pairs([pair]))[0])
+
+
+def severities(pairs: Pairs) -> np.ndarray:
+    """float64: `severity` of each."""
+    over, known = over_limits(pairs)
+    failed, skipped = pairs.failed, pairs.having("status", SKIP)
+    # A pair that failed on something else than its rows (replicas that differ) is still a failure. What must be equal
+    # and passes all the same (another token in a near tie) is not beyond its limit.
+    judged = np.where(failed, np.where(over < 1.0, 1.0, over), np.where(np.isfinite(over), over, 1.0))
+    found = np.where(known, judged, np.where(failed, np.inf, 0.0))
+    found[pairs.those("nonfinite_mismatch", bool)] = np.inf
+    found[pairs.those("bit_identical", bool) & pairs.having("status", PASS)] = 0.0
+    found[skipped] = -1.0
+    return found
+
+
+def over_limits(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """(how many times its limit each pair reaches, in the measure that decided, infinite over a limit of 0; which have
+    a value and a limit)."""
+    rows, whole, limits = map(pairs.numbers, ("worst_row_rel_l2", "rel_l2", "limit"))
+    values = np.where([v is None for v in pairs.column("worst_row_rel_l2")], whole, rows)
+    decided = pairs.those("measure", _MEASURED.__contains__)
+    if decided.any():
+        gains, off = pairs.having("measure", "row_norm_ratio"), pairs.numbers("measured")
+        values = np.where(decided, np.where(gains, np.abs(off - 1.0), off), values)
+        limits = np.where(decided, pairs.numbers("allowed"), limits)
+    with np.errstate(all="ignore"):
+        over = np.where(limits <= 0, np.inf, values / limits)
+    return over, ~(np.isnan(values) | np.isnan(limits)) & ((limits > 0) | (values > 0))

@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.pair import COLUMNS, FAIL, NOT_JUDGED, PASS, SKIP, Counts, Pair, count_pairs
+from vllm_accprobe.comparison.pair import COLUMNS, FAIL, NOT_JUDGED, PASS, SKIP, Counts, Pair, Pairs
 from vllm_accprobe.comparison.runner_inputs import RUNNER, cache_origin, is_cache, is_explained
 from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
 from vllm_accprobe.judge.origins import OriginEntry
@@ -98,6 +98,8 @@ class Comparison:
     golden_ids: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pairs, Pairs):
+            object.__setattr__(self, "pairs", Pairs(self.pairs))
         c = self.counts
         counted = {"pairs": c.compared, "pairs_passed": c.passed, "pairs_failed": c.failed, "pairs_skipped": c.skipped,
                    "pairs_identical": c.identical, "pairs_bit_identical": c.bit_identical}  # fmt: skip
@@ -115,13 +117,19 @@ class Comparison:
             left = [o for o in self.origins if not is_cache(o) and not (runners and is_explained(o, cache))]
             object.__setattr__(self, "origins", [cache, *left])
 
-    @cached_property
+    @property
+    def table(self) -> Pairs:
+        """``pairs``, by columns."""
+        assert isinstance(self.pairs, Pairs)
+        return self.pairs
+
+    @property
     def counts(self) -> Counts:
-        return count_pairs(self.pairs)
+        return self.table.counts
 
     @cached_property
     def neighbours(self) -> list[OriginNeighbours | None]:
-        return neighbours(self.origins, self.pairs, self.measured, self.rows)
+        return neighbours(self.origins, self.table, self.measured, self.rows)
 
     @property
     def sources(self) -> Sources:

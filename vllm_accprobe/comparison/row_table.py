@@ -10,8 +10,9 @@ again. What is left out is counted by reason. Not here: measuring and judging (e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_accprobe.align.tokens import NO_ROWS, POSITION_MASK, RowSet, SideRows,
 from vllm_accprobe.comparison.measure.measured import SpillBuffer
 from vllm_accprobe.comparison.measure.measurer import unit_bytes
 from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
-from vllm_accprobe.comparison.pair import FAIL, PASS, Pair
+from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, Pairs
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.dtypes import DTYPES
@@ -107,21 +108,24 @@ class RowLog:
     _entries: dict[tuple[Any, ...], tuple[RowSet, np.ndarray | float]] = field(default_factory=dict)
     """A pair's rows and their errors, or the one that all have."""
 
-    def add_alike(self, pairs: Sequence[Pair], rows: Sequence[RowSet], errors: np.ndarray) -> None:
-        """Pairs of one tensor, with their rows, and the one error that all rows of a pair have: float [pairs]."""
-        errors, role = errors.astype(np.float32), pairs[0].role
-        kept = [True] * len(pairs)
+    def add_alike(
+        self, role: str, column: Callable[[str], Sequence[Any]], rows: Sequence[RowSet], errors: np.ndarray
+    ) -> None:
+        """Pairs of one tensor, as columns, with their rows, and the one error that all rows of a pair have: float
+        [pairs]."""
+        errors, kept = errors.astype(np.float32), [True] * len(errors)
         if not role.startswith(("output", "inplace")):
-            limits = np.array([p.limit or 0.0 for p in pairs], np.float32)
+            limits = np.array([limit or 0.0 for limit in column("limit")], np.float32)
             kept = [] if role.startswith("param.") else (errors > limits).tolist()
-        for pair, of, error, keep in zip(pairs, rows, errors.tolist(), kept, strict=False):
+        names = zip(*map(column, _NAME), strict=True)
+        for name, of, error, keep in zip(names, rows, errors.tolist(), kept, strict=False):
             if keep and len(of.keys) and len(of.decode) == len(of.keys):
-                self._entries[_name(pair)] = of, error
+                self._entries[name] = of, error
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
         if len(error) == 1:
-            self.add_alike([pair], [rows], error)
+            self.add_alike(pair.role, Pairs([pair]).column, [rows], error)
             return
         if not len(rows) or not len(rows.decode) == len(error) == len(rows) or pair.role.startswith("param."):
             return
@@ -137,9 +141,10 @@ class RowLog:
         rows, error = self._entries.get(_name(pair), (NO_ROWS, 0.0))
         return (rows.keys, np.broadcast_to(np.float32(error), len(rows))) if len(rows) else None
 
-    def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
-        entries = ((i, self._entries.get(_name(p)), p.limit) for i, p in enumerate(pairs))
-        found = [(i, *entry, np.nan if limit is None else limit) for i, entry, limit in entries if entry is not None]
+    def table(self, pairs: Pairs, names: Names) -> RowTable:
+        known = list(map(self._entries.get, zip(*map(pairs.column, _NAME), strict=True)))
+        each = enumerate(zip(known, pairs.column("limit"), strict=True))
+        found = [(i, *entry, np.nan if limit is None else limit) for i, (entry, limit) in each if entry is not None]
         if not any(error if type(error) is float else np.any(error) for _, _, error, _ in found):  # nothing to tell
             found = []
         subjects = {rows: subject(rows.keys) for rows in {rows for _, rows, _, _ in found}}
@@ -188,8 +193,8 @@ def _stretches(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
             begin, rows = i, 0
 
 
-def _name(pair: Pair) -> tuple[Any, ...]:
-    return pair.golden, pair.mine, pair.step, pair.rank
+_NAME = ("golden", "mine", "step", "rank")
+_name = attrgetter(*_NAME)
 
 
 def _label(request: str, image: int | None) -> str:

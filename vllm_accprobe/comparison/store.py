@@ -96,11 +96,12 @@ class ArrayPools:
 
         out = []
         for u in units:
-            unread = isinstance(u.parts, LazyTable)
-            tables = [[None] * len(u.parts) if unread else list(map(self.put, column(u.parts, name)))
-                      for name in TABLES] if u.parts else []  # fmt: skip
+            # Of what all have alike one is enough: see `_columns`.
+            some = u.parts.same if isinstance(u.parts, LazyTable) else {}
+            some = {name: [some[name]] for name in (*PLAIN[1:], *TABLES) if name in some}
+            tables = [list(map(self.put, some.get(name) or column(u.parts, name))) for name in TABLES if u.parts]
             arrays = [*zip(*map(rows, column(u.parts, "rows")), strict=True), *tables]
-            plain = [column(u.parts, name) for name in PLAIN] if u.parts else []
+            plain = [some.get(name) or column(u.parts, name) for name in PLAIN if u.parts]
             out.append([_unit_of(u), _columns(plain), _columns(arrays), self.put(u.columns)])
         return out
 

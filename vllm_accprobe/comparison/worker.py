@@ -76,7 +76,7 @@ class Station:
 
     def answer(self, units: Sequence[Unit]) -> bytes:
         try:
-            found = store.pack([self._measurer.measure(u) for u in units])
+            found = store.pack(self._measurer.measure(units))
         except DumpError as error:
             return store.frame({"error": str(error)})
         fresh = [d.unread[n:] for d, n in zip(self._dumps, self._reported, strict=True)]

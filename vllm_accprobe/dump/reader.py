@@ -283,7 +283,9 @@ class RankReader:
         """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
         try:
             for number, line, length in journal_lines(self.directory / JOURNAL):
-                if number:
+                if number and line is not None and (tensor := self.sites.short(line)) is not None:
+                    self._tensor(number, tensor)
+                elif number:
                     self._line(number, line, length)
                 else:
                     self.torn = length
@@ -307,10 +309,6 @@ class RankReader:
         try:
             if line is None:
                 raise ValueError(f"{length} bytes long")
-            tensor = self.sites.short(line)
-            if tensor is not None:
-                self._tensor(number, tensor)
-                return
             e = _parse(line)
             if not isinstance(e, dict) or not isinstance(e.get("event"), str):
                 raise ValueError("not an event")

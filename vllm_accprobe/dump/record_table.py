@@ -77,6 +77,15 @@ class LazyTable(Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._made)
 
+    def stretch(self, start: int, stop: int) -> LazyTable[T]:
+        columns = {name: values[start:stop] for name, values in self._columns.items()}
+        return LazyTable(self._kind, stop - start, columns, self._same)
+
+    @property
+    def same(self) -> dict[str, Any]:
+        """The fields that all have alike."""
+        return {name: value for name, value in self._same.items() if name not in self._columns}
+
     def column(self, name: str) -> Sequence[Any]:
         return self._columns[name] if name in self._columns else [self._same[name]] * self._n
 
@@ -368,21 +377,20 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
     n = len(events)
     own = [sites.all[i] for i in numbers]
     out = dict(_EMPTY) | {"site": np.array(numbers, np.int32), "rank": np.full(n, rank, np.int32)}
-    keys = {"call": 0, "seq": 0, "hash": None, "stats": None}
-    calls, seqs, hashed, stats = _columns_of(events, keys)
-    stored = [i for i, e in enumerate(events) if e.get("seg") is not None]
+    keys = {"call": 0, "seq": 0, "hash": None, "stats": None, **dict.fromkeys(("step", "seg", "off", "nbytes"))}
+    calls, seqs, hashed, stats, steps, *places = _columns_of(events, keys)
+    stored = [i for i, seg in enumerate(places[0]) if seg is not None]
     out["seg"], out["off"] = np.full(n, -1), np.zeros(n, np.int64)
     if stored:
-        of_stored = [events[i] for i in stored]
-        places = _columns_of(of_stored, dict.fromkeys(("seg", "off", "nbytes")))
-        seg, off, sizes = map(_whole, ("seg", "off", "nbytes"), places)
+        seg, off, sizes = (_whole(name, c if len(stored) == n else [c[i] for i in stored])
+                           for name, c in zip(("seg", "off", "nbytes"), places, strict=True))  # fmt: skip
         out["seg"][stored], out["off"][stored] = seg, off
         for i, nbytes in zip(stored, sizes.tolist(), strict=True):
             if own[i].nbytes != nbytes:
                 raise ValueError(f"{nbytes} bytes are not a {own[i].dtype} tensor of shape {list(own[i].shape)}")
     ran = [i for i, site in enumerate(own) if not site.parameter]
     out["step"] = np.full(n, -1)
-    out["step"][ran] = _whole("step", [events[i].get("step") for i in ran])
+    out["step"][ran] = _whole("step", steps if len(ran) == n else [steps[i] for i in ran])
     out["call"], out["seq"] = _whole("call", calls), _whole("seq", seqs)
     if not set(map(type, hashed)) <= {str, type(None)}:
         hashed = [optional_string({"hash": h}, "hash") for h in hashed]
@@ -394,10 +402,12 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
 
 def _columns_of(events: Sequence[Event], keys: Mapping[str, Any]) -> list[Sequence[Any]]:
     """The values of each key, which has a default."""
-    try:
-        return list(zip(*map(itemgetter(*keys), events), strict=True)) or [() for _ in keys]
-    except KeyError:
-        return [[e.get(key, default) for e in events] for key, default in keys.items()]
+    first = tuple(events[0]) if events else ()
+    if len(first) > 1 and set(map(len, events)) == {len(first)}:
+        with contextlib.suppress(KeyError):  # all have the keys of the first, and no others
+            found = dict(zip(first, zip(*map(itemgetter(*first), events), strict=True), strict=True))
+            return [found[key] if key in found else (default,) * len(events) for key, default in keys.items()]
+    return [[e.get(key, default) for e in events] for key, default in keys.items()]
 
 
 def _of_stats(found: Sequence[Any]) -> Columns:

@@ -33,7 +33,7 @@ from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Pa
 from vllm_accprobe.comparison.measure.measurer import NO_PARTNER, NO_PAYLOAD
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.messages import first_divergence
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, Pairs
 from vllm_accprobe.comparison.plan.unit import Group, Key, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
@@ -497,5 +497,5 @@ class _Estimates:
             result, pairs=pairs, origins=entries, notes=[*notes, line, *result.notes],
             verdict=FAIL if failed or origins else result.verdict,
             coverage={**result.coverage, "skipped": {k: n for k, n in skipped.items() if n > 0}},
-            first_divergence=result.first_divergence or first_divergence(pairs),
+            first_divergence=result.first_divergence or first_divergence(Pairs(pairs)),
         )  # fmt: skip

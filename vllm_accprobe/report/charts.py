@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK
-from vllm_accprobe.comparison.pair import severity, value_of
 from vllm_accprobe.judge.origins import OriginEntry
-from vllm_accprobe.report import facts
 from vllm_accprobe.report.facts import origin_factor
 from vllm_accprobe.report.verdict_parts import tap_of
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.pair import Pair
+    from vllm_accprobe.comparison.pair import Pairs
     from vllm_accprobe.comparison.result import Comparison
     from vllm_accprobe.comparison.row_table import RowTable
 
@@ -64,67 +62,62 @@ def layer_of(tap: str) -> str | None:
 
 def depth(comparison: Comparison) -> list[Point]:
     """Points in data-flow order; an origin has one, whatever it was blamed for."""
-    taps: dict[str, list[Pair]] = {}
+    table = comparison.table
     origins: dict[str, tuple[int, OriginEntry]] = {}
     for number, origin in enumerate(comparison.origins, 1):
         origins.setdefault(tap_of(origin), (number, origin))
-    for pair in comparison.pairs:
-        if on_axis(pair) or (pair.tap in origins and pair.status == "fail"):
-            taps.setdefault(pair.tap, []).append(pair)
-    points = [_point(tap, pairs, comparison.created.get(tap), origins.get(tap)) for tap, pairs in taps.items()]
+    at = np.flatnonzero(on_axis(table) | (table.failed & table.those("tap", origins.__contains__)))
+    names, tap = table.numbered("tap", at)
+    worst = np.full((len(names), len(PHASES)), -1.0)
+    for phase, some, value in _factors(table):
+        value = np.where(some & np.isfinite(value), np.maximum(value, 0.0), -1.0)[at]
+        np.maximum.at(worst[:, phase], tap, value)
+    order = np.array(table.column("order"), np.int64)[at]
+    first = np.lexsort((order, tap))[np.searchsorted(np.sort(tap), np.arange(len(names)))]
+    every = np.ones(len(table), bool)
+    sizes, failed, endless = (np.bincount(tap[which[at]], minlength=len(names)).tolist()
+                              for which in (every, table.failed, np.isposinf(table.severities)))  # fmt: skip
+    points = []
+    for i, name in enumerate(names):
+        pair, blamed, created = comparison.pairs[at[first[i]]], origins.get(name), comparison.created.get(name)
+        if blamed is not None:
+            text = origin_factor(blamed[1])
+            created = text if text is not None and math.isfinite(text) else None
+            endless[i] = max(endless[i], text == math.inf)
+        prefill, decode, other = (None if x < 0 else x for x in worst[i].tolist())
+        points.append(Point(name, pair.cls or "", pair.order, layer_of(name), created, prefill, decode, other,
+                            None if blamed is None else blamed[0], sizes[i], failed[i], endless[i]))  # fmt: skip
     return sorted(points, key=lambda p: (p.order, p.tap))
 
 
-def on_axis(pair: Pair) -> bool:
-    if pair.status == "skip" or not pair.role.startswith(("output", "inplace")):
-        return False
-    return not str(pair.dtype_golden).startswith(("int", "uint", "bool"))
+def on_axis(pairs: Pairs) -> np.ndarray:
+    """bool: what is drawn of the pairs."""
+    outputs = pairs.those("role", lambda role: role.startswith(("output", "inplace")))
+    counts = pairs.those("dtype_golden", lambda dtype: str(dtype).startswith(("int", "uint", "bool")))
+    return outputs & ~counts & ~pairs.having("status", "skip")
 
 
-def _point(
-    tap: str, pairs: list[Pair], created: float | None, blamed: tuple[int, OriginEntry] | None
-) -> Point:  # fmt: skip
-    worst: dict[str, float] = {}
-    for pair in pairs:
-        for phase, value in _values(pair):
-            if math.isfinite(value):
-                worst[phase] = max(worst.get(phase, 0.0), value)
-    endless = sum(severity(p) == math.inf for p in pairs)
-    if blamed is not None:
-        text = origin_factor(blamed[1])
-        created = text if text is not None and math.isfinite(text) else None
-        endless = max(endless, text == math.inf)
-    first = min(pairs, key=lambda p: p.order)
-    return Point(
-        tap=tap,
-        cls=first.cls or "",
-        order=first.order,
-        layer=layer_of(tap),
-        created=created,
-        prefill=worst.get("prefill"),
-        decode=worst.get("decode"),
-        other=worst.get("other"),
-        origin=None if blamed is None else blamed[0],
-        pairs=len(pairs),
-        failed=sum(p.status == "fail" for p in pairs),
-        nonfinite=endless,
-    )
-
-
-def _values(pair: Pair) -> list[tuple[str, float]]:
-    """(phase, factor): of a pair with rows of both phases, the worse one has what decided, the other its own rows'."""
-    split = {phase: x for phase in PHASES[:2] if (x := getattr(pair, f"{phase}_rel_l2")) is not None}
-    if pair.identical and (split or pair.phase == "mixed"):
-        return [(phase, 0.0) for phase in split or PHASES[:2]]
-    if value_of(pair) is None and pair.measured is None and pair.status != "fail":
-        return [("other", 0.0)] if pair.identical else []
-    over = 0.0 if pair.identical else severity(pair)
-    limit = pair.allowed if pair.measure == "created" else pair.limit
-    if len(split) == 2 and limit and all(map(math.isfinite, split.values())):
-        most = max(split, key=lambda phase: split[phase])
-        return [(phase, over if phase == most else min(x / limit, over)) for phase, x in split.items()]
-    phase = next(iter(split), pair.phase)
-    return [(phase if phase in PHASES[:2] else "other", over)]
+def _factors(pairs: Pairs) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(index of a phase, which pairs have a factor in it, the factors): of a pair with rows of both phases, the worse
+    one has what decided, the other its own rows'."""
+    own = [pairs.numbers(f"{phase}_rel_l2") for phase in PHASES[:2]]
+    there = [np.array([v is not None for v in pairs.column(f"{phase}_rel_l2")], bool) for phase in PHASES[:2]]
+    phases = [pairs.having("phase", phase) for phase in (*PHASES[:2], "mixed")]
+    same, both, none = pairs.those("identical", bool), there[0] & there[1], ~(there[0] | there[1])
+    over = np.where(same, 0.0, pairs.severities)
+    limit = np.where(pairs.having("measure", "created"), pairs.numbers("allowed"), pairs.numbers("limit"))
+    with np.errstate(all="ignore"):
+        split = both & np.isfinite(own[0]) & np.isfinite(own[1]) & (limit != 0) & ~np.isnan(limit) & ~same
+        shares = [np.minimum(x / limit, over) for x in own]
+    values = (pairs.column(name) for name in ("worst_row_rel_l2", "rel_l2", "measured"))
+    bare = np.array([a is None and b is None and c is None for a, b, c in zip(*values, strict=True)], bool)
+    bare &= ~pairs.failed
+    split &= ~bare
+    alone = [there[0] & ~split, there[1] & ~there[0]]
+    for i, more in ((0, own[0] >= own[1]), (1, own[1] > own[0])):
+        some = (alone[i] & (same | ~bare)) | (none & phases[i] & ~bare) | split
+        yield i, some | (same & (both | (none & phases[2]))), np.where(split & ~more, shares[i], over)
+    yield 2, none & ~(same & phases[2]) & np.where(bare, same, ~phases[0] & ~phases[1]), over
 
 
 MAX_BINS = 512
@@ -180,15 +173,16 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS, over: np.ndarray | 
     rows = comparison.rows
     if rows is None or not len(rows):
         return Heat((), (), (), 0)
-    pairs = comparison.pairs
-    order: dict[str, int] = {}
-    for p in pairs:
-        if on_axis(p) and p.limit is not None:
-            order[p.tap] = max(order.get(p.tap, p.order), p.order)  # outputs come after those of what lies inside
-    taps = sorted(order, key=lambda t: (order[t], t))
-    number = {t: i for i, t in enumerate(taps)}
-    tap_of = np.array([number[p.tap] if on_axis(p) and p.limit is not None else -1 for p in pairs], np.int64)
-    step_of = np.array([-1 if p.step is None else p.step for p in pairs], np.int64)
+    table = comparison.table
+    at = np.flatnonzero(on_axis(table) & np.array([limit is not None for limit in table.column("limit")], bool))
+    names, number = table.numbered("tap", at)
+    last = np.zeros(len(names), np.int64)
+    np.maximum.at(last, number, np.array(table.column("order"), np.int64)[at])  # outputs come after what lies inside
+    place = sorted(range(len(names)), key=lambda i: (last[i], names[i]))
+    taps = [names[i] for i in place]
+    tap_of = np.full(len(table), -1)
+    tap_of[at] = np.argsort(place)[number] if len(at) else number
+    step_of = np.array([-1 if step is None else step for step in table.column("step")], np.int64)
     shown = _Shown(rows, factors(comparison) if over is None else over, tap_of, step_of)
     ranked, worst = shown.ranked()
     out = shown.requests(ranked[:MAX_REQUESTS], worst, len(taps), max_cells)
@@ -291,17 +285,17 @@ def factors(comparison: Comparison) -> np.ndarray:
     the sentence, the table and the picture."""
     rows = comparison.rows
     assert rows is not None
-    of = {i: facts.severity(p) for i, p in enumerate(comparison.pairs) if p.status == "fail" and p.measure == "created"}
-    if not of:
+    table = comparison.table
+    of = table.failed & table.having("measure", "created")
+    if not of.any():
         return rows.ratio
-    most = np.full(len(comparison.pairs), np.nan, np.float32)
-    most[list(of)] = list(of.values())
+    most = np.where(of, table.severities, np.nan).astype(np.float32)
     at = np.flatnonzero(~np.isnan(most)[rows.pair])
     if not len(at):
         return rows.ratio
     out = rows.ratio.copy()
     pair = rows.pair[at]
-    allowed = np.array([p.allowed or np.nan for p in comparison.pairs], np.float32)
+    allowed = np.array([limit or np.nan for limit in table.column("allowed")], np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         out[at] = np.fmin(rows.error[at] / allowed[pair], most[pair])
     for i, own in _by_pair(at, pair):

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm_accprobe.comparison.pair import ratio, value_of
 from vllm_accprobe.comparison.pair import severity as severity
 from vllm_accprobe.comparison.plan.unit import TOKEN
@@ -22,7 +24,6 @@ from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER, findin
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.judge.weights import wrong_weights
-from vllm_accprobe.report import facts
 from vllm_accprobe.report.text import MISSING, against, count, factor, num, place, safe, times
 from vllm_accprobe.report.verdict_parts import gap_of as gap_of
 from vllm_accprobe.report.verdict_parts import inside as inside
@@ -563,12 +564,11 @@ def causes(comparison: Comparison) -> list[FailedCause]:
     spread = {_form(o["module"]) for o in comparison.origins if layers(o) and isinstance(o.get("module"), str)}
     found: dict[str, tuple[tuple[float, int, int], Pair]] = {}
     pairs: dict[str, int] = {}
-    for p in comparison.pairs:
-        if p.status != "fail":
-            continue
+    for i in np.flatnonzero(comparison.table.failed).tolist():
+        p = comparison.pairs[i]
         form = _form(p.tap) if spread else ""
         key = form if form in spread else p.tap
-        rank = (-facts.severity(p), p.order, p.step if p.step is not None else -1)
+        rank = (-float(comparison.table.severities[i]), p.order, p.step if p.step is not None else -1)
         pairs[key] = pairs.get(key, 0) + 1
         if is_own(p):
             own.add(key)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.gaps import splitting
-from vllm_accprobe.comparison.pair import severity
+from vllm_accprobe.comparison.pair import Pairs
 from vllm_accprobe.comparison.verdict.follow_ups import dump_facts
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.weights import wrong_weights
@@ -76,15 +76,16 @@ class _Place:
         found = origins[0] if origins else comparison.first_divergence
         if found is None:
             return None
-        own = own_pairs(comparison, found)
+        own = Pairs(own_pairs(comparison, found))
         if not own:
             return None
         row = found.get("request"), found.get("position")
 
-        def rank(p: Pair) -> tuple[bool, bool, float]:
-            return p.status == "fail", row != (None, None) and (p.worst_request, p.worst_position) == row, severity(p)
+        def rank(i: int) -> tuple[bool, bool, float]:
+            p, named = own[i], row != (None, None)
+            return p.status == "fail", named and (p.worst_request, p.worst_position) == row, own.severities[i]
 
-        pair = max(own, key=rank)
+        pair = own[max(range(len(own)), key=rank)]
         return _Place(pair.tap, pair, origins[0] if origins else None)
 
     def golden(self, comparison: Comparison) -> tuple[str, str] | None:

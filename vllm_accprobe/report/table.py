@@ -12,15 +12,14 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import chain, zip_longest
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair, LabelSide
-from vllm_accprobe.comparison.pair import COLUMNS, Pair
+from vllm_accprobe.comparison.pair import COLUMNS, Pair, Pairs
 from vllm_accprobe.report.text import count, each, num, safe
 from vllm_accprobe.whole_file import write_csv_lines, write_lines, write_text
 
@@ -32,7 +31,6 @@ _NUMBER = ("int", "float", "bool", "int | None", "float | None")
 _WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)
 """Columns whose values are no numbers: the others are written as they are."""
 _CHUNK = 4096
-_NO_ESCAPES = frozenset('"\n\r')
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -46,26 +44,27 @@ def cell(value: Any) -> Any:
     return "'" + text if text.startswith(_FORMULA) else text
 
 
-def pair_lines(pairs: Sequence[Pair], others: Sequence[tuple[Any, ...]] | None) -> Iterator[str]:
+def pair_lines(pairs: Pairs, others: Sequence[tuple[Any, ...]] | None) -> Iterator[str]:
     """The line of each pair: COLUMNS, then the cells of ``others``. Column by column: most cells of one are alike."""
-    get: Callable[[Pair], tuple[Any, ...]] = attrgetter(*COLUMNS)
     for start in range(0, len(pairs), _CHUNK):
         here = slice(start, start + _CHUNK)
-        columns = list(zip(*map(get, pairs[here]), strict=True))
+        columns: list[Sequence[Any]] = [pairs.column(name)[here] for name in COLUMNS]
         columns += zip(*others[here], strict=True) if others is not None else ()
         for line in zip(*(_cells(name in _WRITTEN, c) for name, c in zip_longest(COLUMNS, columns)), strict=True):
             yield ",".join(line) + "\n"
 
 
-def _cells(written: bool, values: tuple[Any, ...]) -> list[str]:
+def _cells(written: bool, values: Sequence[Any]) -> list[str]:
     """written: of texts and shapes, of which equal ones are not always one object."""
     try:
         if written:
             known = {value: _text(value) for value in set(values)}
-            return [known[value] for value in values]
+            return list(map(known.__getitem__, values))
     except TypeError:  # a list has no hash
         pass
-    return each(values, _text)
+    if 2 * len(set(map(id, values))) < len(values) or not set(map(type, values)) <= {float, int, type(None)}:
+        return each(values, _text)
+    return repr(list(values))[1:-1].replace("None", "").split(", ")  # the same, all at once
 
 
 def _text(value: Any) -> str:
@@ -74,7 +73,7 @@ def _text(value: Any) -> str:
         return repr(value)
     if value is None:
         return ""
-    if type(value) is str and not value.startswith(_FORMULA) and _NO_ESCAPES.isdisjoint(value):
+    if type(value) is str and not (value.startswith(_FORMULA) or '"' in value or "\n" in value or "\r" in value):
         return f'"{value}"' if "," in value else value
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow((cell(value), ""))
@@ -89,7 +88,7 @@ def write_csv(comparison: Comparison, path: str | Path) -> None:
     """
     other = comparison.foreign
     head = [*COLUMNS, *(other.columns if other is not None else ())]
-    lines = pair_lines(comparison.pairs, other.rows if other is not None else None)
+    lines = pair_lines(comparison.table, other.rows if other is not None else None)
     write_lines(path, chain([",".join(map(_text, head)) + "\n"], lines))
 
 

@@ -22,7 +22,7 @@ def measured(golden, mine, tap, role="output.0"):
     dumps = open_both(golden, mine)
     plan = make_plan(*dumps)
     indices = Indices((plan.tokens.golden, plan.tokens.mine))
-    return UnitMeasurer(dumps, indices).measure(next(u for u in plan.units if u.key[:2] == (tap, role)))
+    return UnitMeasurer(dumps, indices).measure([next(u for u in plan.units if u.key[:2] == (tap, role))])[0]
 
 
 def test_one_bad_column_stands_out():
@@ -210,14 +210,14 @@ def test_statistics_by_columns_are_those_of_each_pair(tmp_path, monkeypatch):
     found = compare(golden, mine)
     assert {p.status for p in found.pairs} == {"pass", "fail"}
     assert any("statistics differ; golden | mine: max" in p.message for p in found.pairs)
-    plain = ByLines.parts
+    plain = ByLines.each
 
-    def equal_ones(self, unit, golden, mine, usable, *, whole):
-        at, parts = plain(self, unit, golden, mine, usable, whole=whole)
-        kept = [(i, p) for i, p in zip(at, parts, strict=True) if p.identical]
-        return np.array([i for i, _ in kept], np.int64), [p for _, p in kept]
+    def equal_ones(self, units):
+        for at, parts in plain(self, units):
+            kept = [(i, p) for i, p in zip(at, parts, strict=True) if p.identical]
+            yield np.array([i for i, _ in kept], np.int64), [p for _, p in kept]
 
-    monkeypatch.setattr(ByLines, "parts", equal_ones)
+    monkeypatch.setattr(ByLines, "each", equal_ones)
     again = compare(golden, mine)
     assert again.pairs == found.pairs
     assert again.origins == found.origins

@@ -9,11 +9,11 @@ several tensors, copies that differ, values to be read) is left to the measurer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import hypot, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,20 @@ class Partners:
         return Partners(partner, complete, both, rows, whole)
 
 
+class UnitGroups(NamedTuple):
+    """usable: indices of golden's groups that can be compared. whole: tensors without rows can be, as well."""
+
+    unit: Unit
+    golden: Groups
+    mine: Groups
+    usable: np.ndarray
+    whole: bool
+
+
+Decided = tuple[np.ndarray, "list[Part] | LazyTable[Part]"]
+"""(which groups of mine lines decide, ascending, their parts)."""
+
+
 class ByLines:
     """fits: whether row maps agree with the shapes of a side's groups. Holds nothing but partners."""
 
@@ -77,26 +91,42 @@ class ByLines:
         self.indices, self.fits = indices, fits
         self._known: dict[tuple[Any, ...], tuple[Partners, Any]] = {}
 
-    def parts(
-        self, unit: Unit, golden: Groups, mine: Groups, usable: np.ndarray, *, whole: bool
-    ) -> tuple[np.ndarray, list[Part] | LazyTable[Part]]:
-        """(which groups of ``mine`` are decided, ascending, their parts). usable: indices of golden's groups that can
-        be compared. whole: tensors without rows as well."""
-        met = self._partners(golden, usable, mine)
-        fit = (met.partner >= 0) & self.fits(1, mine) & (whole | ~met.whole)
-        pieces = []
-        pair = golden.form[met.partner] * len(mine.forms) + mine.form if len(golden) else mine.form
-        for form in np.unique(pair[fit]).tolist():
-            at = np.flatnonzero(fit & (pair == form))
-            pieces += _decided(unit, _Side(golden, met.partner[at]), _Side(mine, at), met)
-        if not pieces:
-            return np.zeros(0, np.int64), []
-        if len(pieces) == 1:
-            return pieces[0]
-        every = np.concatenate([at for at, _ in pieces])
-        parts = [part for _, table in pieces for part in table]
-        order = np.argsort(every)
-        return every[order], [parts[i] for i in order.tolist()]
+    def each(self, units: Sequence[UnitGroups]) -> list[Decided]:
+        """Of each of ``units``. Those whose tensors have the same dtype, shape and plan, as most layers' have, are
+        decided together: of a few tensors each column is as expensive as of many."""
+        alike: dict[tuple[Any, ...], list[tuple[int, np.ndarray, Partners]]] = {}
+        for number, one in enumerate(units):
+            for at, met in self._of_forms(one):
+                first, partner = int(at[0]), int(met.partner[at[0]])
+                role, whole = one.unit.key[1], bool(met.whole[first])
+                name = (_form_of(one.golden, partner), _form_of(one.mine, first), whole, is_choice(role, one.unit.cls),
+                        role.startswith(("input", "inplace")))  # fmt: skip
+                alike.setdefault(name, []).append((number, at, met))
+        found: list[list[tuple[np.ndarray, LazyTable[Part]]]] = [[] for _ in units]
+        for (_, _, whole, chosen, taken), some in alike.items():
+            golden = _Side(Groups.joined([(units[i].golden, met.partner[at]) for i, at, met in some]))
+            mine = _Side(Groups.joined([(units[i].mine, at) for i, at, _ in some]))
+            complete, both = (np.concatenate([getattr(met, name)[at] for _, at, met in some])
+                              for name in ("complete", "both"))  # fmt: skip
+            rows = [met.rows[i] for _, at, met in some for i in at.tolist()]
+            begins = np.cumsum([0, *(len(at) for _, at, _ in some)])
+            for which, table in _decided(golden, mine, Met(rows, complete, both, whole, chosen, taken)):
+                cuts = np.searchsorted(which, begins).tolist()
+                for (i, at, _), begin, start, stop in zip(some, begins.tolist(), cuts, cuts[1:], strict=False):
+                    if start < stop:
+                        found[i].append((at[which[start:stop] - begin], table.stretch(start, stop)))
+        return [_in_order(pieces) for pieces in found]
+
+    def _of_forms(self, one: UnitGroups) -> Iterator[tuple[np.ndarray, Partners]]:
+        """Groups of mine that have a partner, by the forms of both."""
+        golden, mine = one.golden, one.mine
+        met = self._partners(golden, one.usable, mine)
+        fit = np.flatnonzero((met.partner >= 0) & self.fits(1, mine) & (one.whole | ~met.whole))
+        if not len(fit) or len(golden.forms) == len(mine.forms) == 1:
+            yield from [(fit, met)] if len(fit) else ()
+            return
+        pair = golden.form[met.partner[fit]] * len(mine.forms) + mine.form[fit]
+        yield from ((fit[pair == form], met) for form in np.unique(pair).tolist())
 
     def _partners(self, golden: Groups, usable: np.ndarray, mine: Groups) -> Partners:
         # Lists of spaces are as many as sides and live as long as the plan.
@@ -107,12 +137,47 @@ class ByLines:
         return self._known[name][0]
 
 
-class _Side:
-    """Groups ``at`` of one form, which has a plan."""
+def _form_of(groups: Groups, at: int) -> tuple[Any, ...]:
+    """All that groups have in common that are decided together."""
+    form, sites = groups.forms[groups.form[at]], groups.records.columns["site"]
+    assert form[0] is not None
+    records = (groups.order[groups.start[at] + i] for i in form[0].use)
+    shapes = tuple(groups.records.sites.all[sites[r]][_DTYPE_SHAPE] for r in records)
+    space = int(groups.space[at])
+    name = groups.spaces[space][2] if space >= 0 else None
+    return id(groups.records), id(groups.order), id(groups.spaces), form, shapes, int(groups.size[at]), name
 
-    def __init__(self, groups: Groups, at: np.ndarray):
-        self.groups, self.at = groups, at
-        plan, problem, self.dim = groups.forms[groups.form[at[0]]]
+
+_DTYPE_SHAPE = slice(3, 5)
+"""Of a `TensorSite`."""
+
+
+def _in_order(pieces: list[tuple[np.ndarray, LazyTable[Part]]]) -> Decided:
+    if len(pieces) == 1:
+        return pieces[0]
+    every = np.concatenate([np.zeros(0, np.int64), *(at for at, _ in pieces)])
+    parts = [part for _, table in pieces for part in table]
+    order = np.argsort(every)
+    return every[order], [parts[i] for i in order.tolist()]
+
+
+class Met(NamedTuple):
+    """Of some groups of mine, as `Partners`. whole: all are tensors without rows; chosen: experts; taken: inputs."""
+
+    rows: Sequence[RowSet]
+    complete: np.ndarray
+    both: np.ndarray
+    whole: bool
+    chosen: bool
+    taken: bool
+
+
+class _Side:
+    """Groups ``at`` of those of one form, which has a plan; all where that is None."""
+
+    def __init__(self, groups: Groups, at: np.ndarray | None = None):
+        self.groups, self.at = groups, np.arange(len(groups)) if at is None else at
+        (plan, problem, self.dim), = groups.forms
         assert plan is not None
         self.plan = plan
         self.template = Group((), (0, None), None, plan, problem, self.dim)
@@ -184,11 +249,10 @@ class _Side:
 
 
 FIGURES = ("count", "nan", "inf", "min", "max", "mean", "l2")
-Piece = tuple[np.ndarray, LazyTable[Part]]
 
 
-def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piece]:
-    whole = bool(met.whole[mine.at[0]])
+def _decided(golden: _Side, mine: _Side, met: Met) -> list[tuple[np.ndarray, LazyTable[Part]]]:
+    whole = met.whole
     kinds = [DTYPES[side.site.dtype].kind for side in (golden, mine)]
     cuts = read.find_cut(golden.template, mine.template)
     if whole:
@@ -205,12 +269,11 @@ def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piec
         for theirs, own in zip(golden.used, mine.used, strict=True):
             digest = mine.column("hash", own)
             equal &= np.equal(golden.column("hash", theirs), digest) & ~np.equal(digest, NONE)
-        equal &= ~mine.unequal & (met.complete[mine.at] | (mine.counted & (mine.nonfinite == 0)))
-    both = met.both[mine.at]
-    left = ~equal & both & ~(golden.readable & mine.readable)
-    if not whole and kinds[1] == "int" and is_choice(unit.key[1], unit.cls):
+        equal &= ~mine.unequal & (met.complete | (mine.counted & (mine.nonfinite == 0)))
+    left = ~equal & met.both & ~(golden.readable & mine.readable)
+    if not whole and kinds[1] == "int" and met.chosen:
         left &= ~mine.readable
-    if unit.key[1].startswith(("input", "inplace")) and "float" in kinds and kinds[0] != kinds[1]:
+    if met.taken and "float" in kinds and kinds[0] != kinds[1]:
         left[:] = False  # relations.mixed
     found = []
     if equal.any():
@@ -218,34 +281,42 @@ def _decided(unit: Unit, golden: _Side, mine: _Side, met: Partners) -> list[Piec
         columns: dict[str, Any] = {"nonfinite": m.nonfinite.tolist()}
         if not whole:
             columns["row_norm"] = _row_norms(g)
-        found.append((m.at, _table(g, m, met, shapes[1], columns, whole=whole, identical=True)))
+        found.append((m.at, _table(g, m, met, shapes[1], columns, identical=True)))
     if left.any():
-        found += _by_statistics(golden.only(left), mine.only(left), met, shapes[1], whole)
+        found += _by_statistics(golden.only(left), mine.only(left), met, shapes[1])
     return found
 
 
-def _by_statistics(golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], whole: bool) -> list[Piece]:
+def _by_statistics(
+    golden: _Side, mine: _Side, met: Met, shape: tuple[int, ...]
+) -> list[tuple[np.ndarray, LazyTable[Part]]]:
     sides = [golden.statistics(), mine.statistics()]
     g, m = sides
     if g is None or m is None:
         return []
-    known = [~np.isnan([s[name] for name in ("max", "min", "mean", "l2")]) for s in (g, m)]
-    common = (known[0] & known[1]).any(0) | np.any([s[n] > 0 for s in (g, m) for n in ("nan", "inf")], axis=0)
+    known = [~np.isnan(np.stack([s[name] for name in NAMES])) for s in (g, m)]
+    common = (known[0] & known[1]).any(0) | (g["nan"] + g["inf"] + m["nan"] + m["inf"] > 0)
     some = (g["count"] >= 0) & (m["count"] >= 0) & common
     if not some.any():
         return []
     if not some.all():
         golden, mine = golden.only(some), mine.only(some)
         g, m = ({name: values[some] for name, values in s.items()} for s in (g, m))
-    figures = [
-        zip(*([None if v != v else v for v in s[name].tolist()] for name in ("max", "min", "mean", "l2")), strict=True)
-        for s in (g, m)
-    ]
+    figures = [zip(*(_or_none(s[name]) for name in NAMES), strict=True) for s in (g, m)]
     columns = {
         "stats": list(zip(*(e.tolist() for e in read.statistics_errors(g, m)), strict=True)),
         "figures": list(zip(*figures, strict=True)),
     }
-    return [(mine.at, _table(golden, mine, met, shape, columns, whole=whole))]
+    return [(mine.at, _table(golden, mine, met, shape, columns))]
+
+
+NAMES = ("max", "min", "mean", "l2")
+
+
+def _or_none(values: np.ndarray) -> list[float | None]:
+    """None for NaN."""
+    found = values.tolist()
+    return [None if v != v else v for v in found] if np.isnan(values).any() else found
 
 
 def _row_norms(golden: _Side) -> list[float]:
@@ -256,7 +327,7 @@ def _row_norms(golden: _Side) -> list[float]:
 
 
 def _table(
-    golden: _Side, mine: _Side, met: Partners, shape: tuple[int, ...], columns: dict[str, Any], **same: Any
+    golden: _Side, mine: _Side, met: Met, shape: tuple[int, ...], columns: dict[str, Any], **same: Any
 ) -> LazyTable[Part]:
     """Parts of groups that are decided. columns, same: what is known beside names and places."""
     groups, first, at = mine.groups, mine.first, mine.at.tolist()
@@ -275,7 +346,7 @@ def _table(
         **columns,
     }, _DEFAULTS | {
         "dtype_golden": golden.site.dtype, "dtype_mine": mine.site.dtype, "feature": shape, "note": mine.plan.note,
-        "family": family("" if met.whole[at[0]] else groups.spaces[groups.space[at[0]]][2]),
+        "whole": met.whole, "family": family("" if met.whole else groups.spaces[groups.space[at[0]]][2]),
     } | same)  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.measure import read
-from vllm_accprobe.comparison.measure.by_lines import ByLines
+from vllm_accprobe.comparison.measure.by_lines import ByLines, Decided, UnitGroups
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
 from vllm_accprobe.comparison.plan import relations
 from vllm_accprobe.comparison.plan.groups import Groups
@@ -185,15 +185,23 @@ class UnitMeasurer:
         self.by_lines = ByLines(indices, self._fitting)
         self._lengths: dict[tuple[int, int], tuple[np.ndarray, Any]] = {}
 
-    def measure(self, unit: Unit) -> MeasuredUnit:
-        """A part for every tensor of mine in ``unit``, in order of steps. Raises DumpError."""
-        if unit.is_param:
-            return MeasuredUnit.of(unit, compare_params(unit, self.golden, self.mine, Standard()))
-        found = MeasuredUnit.of(unit)
+    def measure(self, units: Sequence[Unit]) -> list[MeasuredUnit]:
+        """Of each of ``units`` a part for every tensor of mine, in order of steps. Raises DumpError."""
+        groups = [self._groups(unit) for unit in units if not unit.is_param]
+        found = zip(groups, self.by_lines.each(groups), strict=True)
+        return [MeasuredUnit.of(unit, compare_params(unit, self.golden, self.mine, Standard())) if unit.is_param
+                else self._measured(*next(found)) for unit in units]  # fmt: skip
+
+    def _groups(self, unit: Unit) -> UnitGroups:
         goldens, mine = Groups.of(unit.golden), Groups.of(unit.mine)
-        mine = mine.only(np.lexsort((mine.cell, np.maximum(mine.step, 0))))
+        order = np.lexsort((mine.cell, np.maximum(mine.step, 0)))
+        mine = mine.only(order) if (order[1:] < order[:-1]).any() else mine
         can = np.flatnonzero(self._fitting(0, goldens))
-        at, parts = self.by_lines.parts(unit, goldens, mine, can, whole=not _SORTED.search(unit.key[0]))
+        return UnitGroups(unit, goldens, mine, can, not _SORTED.search(unit.key[0]))
+
+    def _measured(self, groups: UnitGroups, decided: Decided) -> MeasuredUnit:
+        unit, goldens, mine, can, _ = groups
+        found, (at, parts) = MeasuredUnit.of(unit), decided
         chosen = is_choice(unit.key[1], unit.cls)  # its values are needed even where they are equal
         if len(parts) == len(mine) and not chosen:
             found.parts = parts
@@ -460,7 +468,7 @@ def measure_all(
     def work(batch: list[Unit]) -> list[MeasuredUnit]:
         worker = free.get()
         try:
-            return [worker.measure(unit) for unit in batch]
+            return worker.measure(batch)
         finally:
             free.put(worker)
 

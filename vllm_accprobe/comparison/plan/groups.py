@@ -29,6 +29,13 @@ Form = tuple["MergePlan | None", str, int]
 """(how records are joined, why they are not, the dimension of their rows)."""
 
 
+class Spaces(list[Space]):
+    @cached_property
+    def vision(self) -> np.ndarray:
+        """bool: which are of images; and False, for what has no space (-1)."""
+        return np.array([*(name.startswith("vision") for _, _, name in self), False], bool)
+
+
 NONE = np.array(None, object)
 """What a hash is compared with that is none."""
 
@@ -65,7 +72,7 @@ class PlacedRecords:
         number, at = _numbered(_numbered(self.cell, self.step)[0], rows)
         known = list(names)
         named = zip(self.cell[at].tolist(), self.step[at].tolist(), rows[at].tolist(), strict=True)
-        self.spaces: list[Space] = [(cell, step, known[i] if i >= 0 else "") for cell, step, i in named]
+        self.spaces = Spaces((cell, step, known[i] if i >= 0 else "") for cell, step, i in named)
         self.space = np.where(rows < 0, -1, number)
         self.form = self._forms(begins)
         ends = np.append(np.flatnonzero(np.diff(key[firsts])) + 1, len(firsts)) if len(firsts) else ()
@@ -92,8 +99,10 @@ class PlacedRecords:
 
     def sites(self, groups: np.ndarray) -> Counter[TensorSite]:
         """How many records of these groups each site has."""
-        stretches = [self.order[self.start[g] : self.start[g + 1]] for g in groups.tolist()]
-        at = np.concatenate(stretches) if stretches else self.order[:0]
+        if len(groups) and groups[-1] - groups[0] == len(groups) - 1:  # those of one key lie side by side
+            at = self.order[self.start[groups[0]] : self.start[groups[-1] + 1]]
+        else:
+            at = np.concatenate([self.order[:0], *(self.order[self.start[g] : self.start[g + 1]] for g in groups)])
         found = Counter(self.records.columns["site"][at].tolist())
         return Counter({self.records.sites.all[i]: n for i, n in found.items()})
 
@@ -108,7 +117,11 @@ class PlacedRecords:
         return found
 
     def vision(self, key: Key) -> bool:
-        return any((site.rows or "").startswith("vision") for site in self.sites(self.keys[key]))
+        return self._vision and any((site.rows or "").startswith("vision") for site in self.sites(self.keys[key]))
+
+    @cached_property
+    def _vision(self) -> bool:
+        return any((site.rows or "").startswith("vision") for site in self.records.sites.all)
 
     def find(self, key: Key, any_call: bool) -> np.ndarray:
         """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
@@ -157,7 +170,7 @@ class Groups(Sequence[Group]):
 
     def __init__(
         self, records: RecordTable, order: np.ndarray, start: np.ndarray, size: np.ndarray, cell: np.ndarray,
-        step: np.ndarray, spaces: Sequence[Space], space: np.ndarray, forms: Sequence[Form], form: np.ndarray,
+        step: np.ndarray, spaces: Spaces, space: np.ndarray, forms: Sequence[Form], form: np.ndarray,
     ):  # fmt: skip
         self.records, self.order, self.start, self.size = records, order, start, size
         self.cell, self.step, self.spaces, self.space = cell, step, spaces, space
@@ -186,7 +199,8 @@ class Groups(Sequence[Group]):
             [-1 if g.where is None else numbers.setdefault(g.where, len(numbers)) for g in groups], np.int64
         )
         cell, step = (np.array([-1 if g.moment[i] is None else g.moment[i] for g in groups], np.int64) for i in (0, 1))
-        found = Groups(records, np.arange(len(records)), np.cumsum(size) - size, size, cell, step, list(numbers), space,
+        spaces = Spaces(numbers)
+        found = Groups(records, np.arange(len(records)), np.cumsum(size) - size, size, cell, step, spaces, space,
                        forms, form)  # fmt: skip
         found._made = list(groups)
         return found
@@ -218,6 +232,15 @@ class Groups(Sequence[Group]):
                 own, where = tuple(records[begin:end]), None if space < 0 else self.spaces[space]
                 self._made[i] = Group(own, (cell, own[0].step), where, *self.forms[form])
         return [g for i in which if (g := self._made[i]) is not None]
+
+    @staticmethod
+    def joined(some: Sequence[tuple[Groups, np.ndarray]]) -> Groups:
+        """Some groups of each, one after the other: all of one form, and of one side's records."""
+        first, at = some[0]
+        start, size, cell, step, space = (np.concatenate([getattr(groups, name)[which] for groups, which in some])
+                                          for name in ("start", "size", "cell", "step", "space"))  # fmt: skip
+        return Groups(first.records, first.order, start, size, cell, step, first.spaces, space,
+                      [first.forms[first.form[at[0]]]], np.zeros(len(start), np.int64))  # fmt: skip
 
     def only(self, which: np.ndarray) -> Groups:
         """Some of them, in this order."""
@@ -291,7 +314,7 @@ class Groups(Sequence[Group]):
 
     @property
     def vision(self) -> bool:
-        return any(self.spaces[i][2].startswith("vision") for i in np.unique(self.space).tolist() if i >= 0)
+        return bool(self.spaces.vision[self.space].any())
 
 
 @dataclass(frozen=True)
@@ -321,12 +344,13 @@ def merged(
 def _numbered(major: np.ndarray, minor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [n], a number for each pair of equal values, in order of first appearance; where each appears first).
     major: numbers below n, or few."""
-    if len(minor) and int(minor.max()) - int(minor.min()) > len(minor):
-        minor = np.unique(minor, return_inverse=True)[1]
+    if len(minor) and (major == major[0]).all() and (minor == minor[0]).all():
+        return np.zeros(len(minor), np.int64), np.zeros(1, np.int64)
     low, high = int(minor.min(initial=0)), int(minor.max(initial=0))
+    if high - low > len(minor):
+        minor = np.unique(minor, return_inverse=True)[1]
+        low, high = 0, len(minor)
     code = major.astype(np.int64) * (high - low + 1) + (minor - low)
-    if len(code) and (code == code[0]).all():
-        return np.zeros(len(code), np.int64), np.zeros(1, np.int64)
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty(len(order), np.int64)

@@ -21,7 +21,7 @@ from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
-from vllm_accprobe.comparison.result import FAIL, PASS, Pair
+from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.runner_inputs import chunk_words
 from vllm_accprobe.comparison.verdict import pair_status
 from vllm_accprobe.dump.decode import object_at
@@ -247,9 +247,10 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
     blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
         blamed.setdefault(c.trace.key, []).append((c, since))
-    out = []
-    for pair, keys in pairs:
-        for c, since in blamed.get((pair.tap, pair.role, pair.call), ()):
+    out = list(pairs)
+    for i in [i for i, (p, _) in enumerate(pairs) if (p.tap, p.role, p.call) in blamed] if blamed else ():
+        pair, keys = pairs[i]
+        for c, since in blamed[pair.tap, pair.role, pair.call]:
             mask = np.isin(c.keys, keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
@@ -266,7 +267,7 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
                 words = pair.message if by_statistics else messages.join(what, pair.message)
                 pair = replace(pair, status=FAIL, message=words, limit=limit)
                 pair = replace(pair, measure="created", measured=most, allowed=limit)
-        out.append((pair, keys))
+        out[i] = pair, keys
     return out
 
 
@@ -304,11 +305,10 @@ def judge_flips(
             side = requested.side(why)
             ways, left = requested.ways[side], requested.left[side]
             failed.append(_Failed(int(found["key"]), why, requested.sentence(why), ways, left))
-    out = []
-    for pair, keys in pairs:
-        if (pair.tap, pair.role) == (SAMPLER, TOKEN) and pair.status in (PASS, FAIL):
-            pair = pair_status.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys])
-        out.append((pair, keys))
+    out = list(pairs)
+    for i in [i for i, (p, _) in enumerate(pairs) if p.tap == SAMPLER and p.role == TOKEN and p.status != SKIP]:
+        pair, keys = pairs[i]
+        out[i] = pair_status.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys]), keys
     return entries, _sampler_origins(failed, setting, places), out
 
 

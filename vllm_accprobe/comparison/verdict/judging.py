@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from vllm_accprobe.comparison.notes import (
     with_constants,
     without_tensors,
 )
-from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, counted, was_compared
+from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, Pairs, counted, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
@@ -262,6 +263,8 @@ _Compared = tuple[Part, RowErrors, "PartLimits", str]
 PartLimits = tuple[Limits, Limits, "float | None"]
 """(what may have piled up, what one operator may create, what rounding alone piles up to: one unit, growing with depth
 as the limits do)."""
+_MADE_TOGETHER = 1 << 12
+"""Pairs, of which all columns are there twice for a moment."""
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""
 
@@ -507,6 +510,7 @@ class _Judge:
     rate: float = FALSE_ALARM_RATE
     pairs: blame.Compared = field(default_factory=list)
     traces: list[TensorErrors] = field(default_factory=list)
+    waiting: list[tuple[pair_status.PairColumns, list[np.ndarray]]] = field(default_factory=list)
     replicas: int = 0
     routing: Routing = field(default_factory=Routing)
     chosen: blame.Chosen = field(default_factory=dict)
@@ -525,6 +529,7 @@ class _Judge:
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
+        self._make_pairs()
         alone = self._alone([p for p, _ in self.pairs])
         self._check_floor()
         places = blame.Places(setting)
@@ -557,7 +562,9 @@ class _Judge:
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
-        pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
+        pairs = Pairs(p for p, _ in judged)
+        moments = [-1 if step is None else step for step in pairs.column("step")]
+        pairs = Pairs(pairs[i] for i in np.lexsort((pairs.column("order"), moments)).tolist())
         if not alone and not blamed:  # all that was left may be tokens whose flips nothing judges
             alone = self._alone(pairs)
         rows = self.log.table(pairs, setting.names)
@@ -586,7 +593,7 @@ class _Judge:
             first_divergence=messages.first_divergence(pairs, rows),
             origins=blamed,
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
-            verdict=FAIL if any(p.status == FAIL for p in pairs) or blamed or wrong_weights(setting.weights) else PASS,
+            verdict=FAIL if pairs.failed.any() or blamed or wrong_weights(setting.weights) else PASS,
             notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, blamed),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers)
@@ -652,7 +659,7 @@ class _Judge:
 
     def _nothing(self, pairs: Sequence[Pair]) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
-        judged = [p for p in pairs if p.status in (PASS, FAIL)]
+        judged = (p for p in pairs if p.status in (PASS, FAIL))
         seen = self.measured.setting.coverage
         # Rows that one side has alone: both were to compute, and one was killed before it did.
         left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
@@ -675,6 +682,7 @@ class _Judge:
         if isinstance(unit.parts, LazyTable) and plain:
             self._by_lines(unit, unit.parts)
             return
+        self._make_pairs()
         chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
         found = [(keys, choices) for keys, choices in chosen if len(choices) == len(keys)]
         if found:
@@ -779,7 +787,7 @@ class _Judge:
         if first.identical:
             floors = [floor_of(phase, 0.0, total.row, rounding) for phase in phases]
             limits, notes = [total.row] * len(parts), [""] * len(parts)
-            pairs = pair_status.equal_pairs(unit, parts, limits, floors, notes)
+            pairs, failed = pair_status.equal_pairs(unit, parts, limits, floors, notes), [False] * len(parts)
             errors = values
         else:
             values = np.array([max(row, peak / self.standard.element) for row, peak in parts.column("stats")])
@@ -788,15 +796,15 @@ class _Judge:
             shown, own = values.tolist(), errors.tolist()
             floors = [(f, by, v / f if f else None) for (f, by), v in zip(known, shown, strict=True)]
             pairs = pair_status.statistics_pairs(unit, parts, own, shown, total.row, floors, self.measured.setting)
-            where = errors > 0
+            where, failed = errors > 0, [status == FAIL for status in pairs.column("status")]
             which = np.flatnonzero(np.repeat(where, lengths))
             if first.whole:
                 everywhere = float(errors[where & (lengths == 0)].max(initial=0.0))
-        self.log.add_alike(pairs, rows, errors)
-        self.pairs += [
-            (pair, (speaks if pair.status == FAIL else of).keys)
-            for pair, of, speaks in zip(pairs, rows, spoken, strict=True)
-        ]
+        self.log.add_alike(unit.key[1], pairs.column, rows, errors)
+        keys = [(speaks if bad else of).keys for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
+        self.waiting.append((pairs, keys))
+        if sum(one.n for one, _ in self.waiting) >= _MADE_TOGETHER:
+            self._make_pairs()
         if unit.key[:2] == (SAMPLER, TOKEN):
             return
         none = np.zeros(len(which), bool)
@@ -805,6 +813,13 @@ class _Judge:
         shared = np.repeat(np.where(one, np.arange(len(one)), -1), lengths) if one.any() else _NO_KEYS
         self._trace(unit, list(spoken), which, (err, rel, np.zeros(len(which)), none, none), created.row, everywhere,
                     max(total.row, 0.0), not first.identical, shared=shared)  # fmt: skip
+
+    def _make_pairs(self) -> None:
+        """Of tensors that lines decided since the last that was read."""
+        if self.waiting:
+            tensors, keys = zip(*self.waiting, strict=True)
+            self.pairs += zip(pair_status.made(tensors), chain.from_iterable(keys), strict=True)
+            self.waiting = []
 
     def _trace(
         self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,
@@ -833,6 +848,7 @@ class _Judge:
         ))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
+        self._make_pairs()
         if part.equal is None or part.skip:
             self.pairs.append((pair_status.skipped_pair(unit, part), NO_ROWS.keys))
             return
@@ -877,8 +893,8 @@ class _Judge:
         floors = [floor_of(p.phase, 0.0, limit.row, rounding) for p, _, (limit, _, rounding), _ in compared]
         rows = [limit.row for _, _, (limit, *_), _ in compared]
         pairs = pair_status.equal_pairs(unit, parts, rows, floors, [note for *_, note in compared])
-        self.log.add_alike(pairs, [p.rows for p in parts], np.zeros(len(parts)))
-        return zip(parts, pairs, strict=True)
+        self.log.add_alike(unit.key[1], pairs.column, [p.rows for p in parts], np.zeros(len(parts)))
+        return zip(parts, pair_status.made([pairs]), strict=True)
 
     def _other(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
         check, setting = self.limit_check, self.measured.setting

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Key, PlainTensor
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of, was_compared
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, value_of, was_compared
 from vllm_accprobe.comparison.runner_inputs import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
 from vllm_accprobe.judge.origins import OriginEntry
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
-    from vllm_accprobe.comparison.pair import Pair
+    from vllm_accprobe.comparison.pair import Pairs
     from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.row_table import RowTable
 
@@ -86,7 +86,7 @@ class OriginNeighbours:
 
 
 def neighbours(
-    origins: Sequence[OriginEntry], pairs: Sequence[Pair], measured: Measured | None, rows: RowTable | None
+    origins: Sequence[OriginEntry], pairs: Pairs, measured: Measured | None, rows: RowTable | None
 ) -> list[OriginNeighbours | None]:
     """Of each of the ``origins`` (compare.json's) its neighbours; None where the data flow around it is not known: the
     tensor has no place in it, or nothing that was compared is next to it."""
@@ -98,7 +98,7 @@ def neighbours(
 
 
 class _Flow:
-    def __init__(self, measured: Measured, pairs: Sequence[Pair], rows: RowTable | None):
+    def __init__(self, measured: Measured, pairs: Pairs, rows: RowTable | None):
         setting = measured.setting
         self.links, self.pairs, self.rows = setting.links, pairs, rows
         seen = ((u, next((p for p in u.parts if not p.skip), None)) for u in measured.units)
@@ -106,8 +106,8 @@ class _Flow:
         self.in_order = sorted(found.values(), key=lambda t: t.order)
         self.flow = DataFlow(self.in_order, setting.tree)
         self.by_key: dict[Key, list[int]] = defaultdict(list)
-        for i, p in enumerate(pairs):
-            self.by_key[p.tap, p.role, p.call].append(i)
+        for i, key in enumerate(zip(*map(pairs.column, ("tap", "role", "call")), strict=True)):
+            self.by_key[key].append(i)
         self.takers: dict[Key, list[Key]] = defaultdict(list)
         for to, (maker, _) in self.links.items():
             self.takers[maker].append(to)
@@ -200,11 +200,11 @@ class _Flow:
         at = [i for i in here if self.pairs[i].step in steps] or here
         if not at:
             return Edge(tap, role, role_in, None, None, SKIP, by, next(iter(self.by_key[key]), None))
-        worst = max(at, key=lambda i: (self.pairs[i].status == FAIL, severity(self.pairs[i]), -i))
+        worst = max(at, key=lambda i: (self.pairs[i].status == FAIL, self.pairs.severities[i], -i))
         if all(self.pairs[i].identical for i in at):
             return Edge(tap, role, role_in, 0.0, 0.0, IDENTICAL, by, worst)
         pair = self.pairs[worst]
-        error, over = value_of(pair), severity(pair)
+        error, over = value_of(pair), float(self.pairs.severities[worst])
         nan = error is not None and math.isnan(error)
         status = FAIL if pair.status == FAIL else PASS
         return Edge(tap, role, role_in, math.inf if nan else error, over, status, by, worst)

@@ -13,7 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import facts
+import numpy as np
+
+from vllm_accprobe.comparison.pair import Pairs
 from vllm_accprobe.report.charts import Heat, depth, factors, heat
 from vllm_accprobe.report.html import sections
 from vllm_accprobe.report.html.data import columns_json, heat_json, packed, script_json, tensor_details, tree_json
@@ -22,7 +24,7 @@ from vllm_accprobe.report.text import safe
 from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Comparison, Pair
+    from vllm_accprobe.comparison.result import Comparison
     from vllm_accprobe.report.html.data import TokenTexts
 
 MAX_PAIRS = 300_000
@@ -54,8 +56,10 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS, tokens: TokenTex
 
 
 def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, tokens: TokenTexts | None) -> str:
-    shown = _shown_pairs(comparison.pairs, max_pairs)
-    pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
+    table = comparison.table
+    shown = _shown_pairs(table, max_pairs)
+    some = table if len(shown) == len(table) else Pairs(table[i] for i in shown)
+    pairs = packer.submit(packed, columns_json(some))
     passed = comparison.verdict == "pass"
     equal = passed and 0 < comparison.counts.compared == comparison.counts.identical
     points = [] if equal else depth(comparison)
@@ -121,8 +125,6 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
     return fill(asset("page.html"), holes)
 
 
-def _shown_pairs(pairs: list[Pair], limit: int) -> list[int]:
-    if len(pairs) <= limit:
-        return list(range(len(pairs)))
-    order = sorted(range(len(pairs)), key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:limit]
-    return sorted(order)
+def _shown_pairs(pairs: Pairs, limit: int) -> list[int]:
+    order = np.lexsort((-pairs.severities, ~pairs.failed)) if len(pairs) > limit else np.arange(len(pairs))
+    return sorted(order[:limit].tolist())

@@ -12,22 +12,21 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_accprobe.align.tokens import TokenIds
-from vllm_accprobe.comparison.pair import COLUMNS, Pair
+from vllm_accprobe.comparison.pair import COLUMNS, Pairs
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.report import facts, verdict_parts
-from vllm_accprobe.report.charts import Heat, factors
+from vllm_accprobe.report.charts import STRETCH, Heat, factors
 from vllm_accprobe.report.text import each, nonfinite, safe
 
 if TYPE_CHECKING:
@@ -48,10 +47,9 @@ _NUMBERS = frozenset(
 )  # fmt: skip
 
 
-def columns_json(pairs: Sequence[Pair]) -> str:
+def columns_json(pairs: Pairs) -> str:
     """``{"n": int, "cols": {field: column}}`` as JSON text that is safe inside a script element."""
-    bad = [p.status == "fail" for p in pairs]
-    cols = ",".join(f"{json.dumps(name)}:{_column(name, list(map(attrgetter(name), pairs)), bad)}" for name in COLUMNS)
+    cols = ",".join(f"{json.dumps(name)}:{_column(name, pairs.column(name), pairs.failed)}" for name in COLUMNS)
     return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
 
 
@@ -69,33 +67,44 @@ def inert(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _column(name: str, values: list[Any], bad: list[bool]) -> str:
-    if values and all(map(is_, values, repeat(values[0]))) and len(set(bad)) == 1:  # written once, as it would be below
-        values, bad = values[:1], bad[:1]
+def _column(name: str, values: list[Any], bad: np.ndarray) -> str:
+    alike = bool(values) and all(map(is_, values, repeat(values[0])))
     if name in _NUMBERS:
-        short, long = (".7g", ".10g") if name in _FINE else (".3g", ".6g")
-        cells = each(values, lambda v: _number(v, short))
-        for i in (i for i, b in enumerate(bad) if b):
-            cells[i] = _number(values[i], long)
+        if alike and len(set(bad.tolist())) == 1:  # written once, as it would be below
+            values, bad = values[:1], bad[:1]
+        cells = _numbers(values, bad, *((".7g", ".10g") if name in _FINE else (".3g", ".6g")))
         if len(set(cells)) <= 1:
             return f'{{"c":{cells[0] if cells else "null"}}}'
         return f'{{"v":[{",".join(cells)}]}}'
-    index: dict[Any, int] = {}
-    # Keyed by value and type: True, 1 and "1" are three texts.
-    where = each(values, lambda v: index.setdefault((type(v), tuple(v) if type(v) is list else v), len(index)))
-    texts = [_text(key, " × " if name == "shape" else ", ") for _, key in index]
+    values = values[:1] if alike else values
+    # Keyed by type, too, where there are several: True, 1 and "1" are three texts.
+    kinds = set(map(type, values)) - {type(None)}
+    one = len(kinds) <= 1 and list not in kinds
+    keys = values if one else [(type(v), tuple(v) if type(v) is list else v) for v in values]
+    known = dict(zip(dict.fromkeys(keys), map(str, range(len(keys))), strict=False))
+    texts = [_text(key if one else key[1], " × " if name == "shape" else ", ") for key in known]
     if len(texts) <= 1:
         return f'{{"c":{script_json(texts[0] if texts else None)}}}'
-    return f'{{"d":{script_json(texts)},"i":[{",".join(each(where, str))}]}}'
+    return f'{{"d":{script_json(texts)},"i":[{",".join(map(known.__getitem__, keys))}]}}'
 
 
-def _number(value: Any, digits: str) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, (bool, int)):
-        return str(int(value))
-    value = float(value)
-    return format(value, digits) if math.isfinite(value) else f'"{nonfinite(value)}"'
+def _numbers(values: list[Any], bad: np.ndarray, short: str, long: str) -> list[str]:
+    """All of a kind at once: of 20,000 floats each call of a formatter would take as long as the formatting."""
+    kinds = set(map(type, values))
+    if kinds <= {int, type(None)}:
+        return repr(values)[1:-1].replace("None", "null").split(", ")
+    cells = [""] * len(values)
+    if not kinds <= {float}:
+        cells = each(values, lambda v: "null" if v is None else str(int(v)) if isinstance(v, (bool, int)) else "")
+    floats = [i for i, cell in enumerate(cells) if not cell]
+    good, worse = ([i for i in floats if bad[i] == which] for which in (False, True)) if bad.any() else (floats, [])
+    for digits, at in ((short, good), (long, worse)):
+        texts = (f"%{digits}," * len(at) % tuple(values if len(at) == len(values) else [values[i] for i in at]))
+        for i, text in zip(at, texts.split(","), strict=False):
+            cells[i] = text
+    for i in np.flatnonzero(~np.isfinite(np.array([values[i] for i in floats], np.float64))).tolist():
+        cells[floats[i]] = f'"{nonfinite(values[floats[i]])}"'
+    return cells
 
 
 def _text(value: Any, between: str) -> Any:
@@ -294,15 +303,19 @@ def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
 
 def tree_json(comparison: Comparison) -> dict[str, Any]:
     """One entry per tap: name, class, place in the data flow, worst severity of its outputs, failed and all pairs."""
-    taps: dict[str, list[Any]] = {}
-    for p in comparison.pairs:
-        entry = taps.setdefault(p.tap, [safe(p.tap, NAME), safe(p.cls or "", 80), p.order, -1.0, 0, 0])
-        entry[2] = min(entry[2], p.order)
-        if p.status == "fail" or not p.role.startswith("input"):
-            entry[3] = max(entry[3], facts.severity(p))
-        entry[4] += p.status == "fail"
-        entry[5] += 1
-    rows = sorted(taps.values(), key=lambda e: (e[2], e[0]))
+    table = comparison.table
+    names, tap = table.numbered("tap", np.arange(len(table)))
+    order, pairs = np.array(table.column("order"), np.int64), np.bincount(tap, minlength=len(names))
+    first, worst = np.full(len(names), np.iinfo(np.int64).max), np.full(len(names), -1.0)
+    np.minimum.at(first, tap, order)
+    shown = table.failed | ~table.those("role", lambda role: role.startswith("input"))
+    np.fmax.at(worst, tap[shown], table.severities[shown])
+    failed = np.bincount(tap[table.failed], minlength=len(names))
+    classes = dict(zip(reversed(table.column("tap")), reversed(table.column("cls")), strict=True))
+    columns = (c.tolist() for c in (first, worst, failed, pairs))
+    taps = [[safe(name, NAME), safe(classes[name] or "", 80), *one]
+            for name, *one in zip(names, *columns, strict=True)]  # fmt: skip
+    rows = sorted(taps, key=lambda e: (e[2], e[0]))
     return {
         "taps": [[*e[:3], _short_number(e[3]), *e[4:]] for e in rows],
         "origins": [safe(facts.tap_of(o), NAME) for o in comparison.origins],
@@ -352,24 +365,29 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
     rows = comparison.rows
     if rows is None or not len(rows):
         return {}
-    pairs, over = comparison.pairs, factors(comparison) if over is None else over
-    selected = sorted(page_index, key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:MAX_PAIRS]
-    bounds = np.searchsorted(rows.pair, np.arange(len(pairs) + 1))
+    table, over = comparison.table, factors(comparison) if over is None else over
+    index = np.array(sorted(page_index), np.int64)
+    selected = index[np.lexsort((-table.severities[index], ~table.failed[index]))][:MAX_PAIRS]
+    bounds = np.searchsorted(rows.pair, np.arange(len(table) + 1))
+    begin, sizes = bounds[selected], np.diff(bounds)[selected]
     out: dict[str, list[Any]] = {}
-    labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
-    for i in selected:
+    labels = [safe(label, 120) for label in rows.requests]
+    for here in np.split(np.arange(len(selected)), np.flatnonzero(np.diff(np.cumsum(sizes) // STRETCH)) + 1):
         rows.rest()
-        own = bounds[i] + np.flatnonzero(rows.error[bounds[i] : bounds[i + 1]])  # NaN is not 0 and stays
-        if not len(own):
-            continue
-        key = np.where(np.isnan(rows.error[own]), np.inf, rows.error[own])
-        worst = own[np.argsort(-key, kind="stable")[:MAX_ROWS]]
-        columns = (rows.request, rows.position, rows.decode, rows.error, over)
-        lines = [
-            [labels[who], at, "decode" if decode else "prefill", _short_number(error), _short_number(ratio)]
-            for who, at, decode, error, ratio in zip(*(c[worst].tolist() for c in columns), strict=True)
-        ]
-        out[str(page_index[i])] = [len(own), *lines]
+        at = np.repeat(begin[here] - (np.cumsum(sizes[here]) - sizes[here]), sizes[here]) + np.arange(sizes[here].sum())
+        own = np.repeat(here, sizes[here])
+        bad = rows.error[at] != 0  # NaN is not 0 and stays
+        at, own = at[bad], own[bad]
+        order = np.lexsort((-np.where(np.isnan(rows.error[at]), np.inf, rows.error[at]), own))
+        n = np.bincount(own, minlength=len(selected))
+        rank = np.arange(len(own)) - (np.cumsum(n) - n)[own]
+        at, own = at[order[rank < MAX_ROWS]], own[rank < MAX_ROWS]
+        for i in np.unique(own).tolist():
+            out[str(page_index[int(selected[i])])] = [int(n[i])]
+        columns = (selected[own], *(c[at] for c in (rows.request, rows.position, rows.decode, rows.error, over)))
+        for i, who, place, decode, error, ratio in zip(*(c.tolist() for c in columns), strict=True):
+            phase = "decode" if decode else "prefill"
+            out[str(page_index[i])].append([labels[who], place, phase, _short_number(error), _short_number(ratio)])
     return out
 
 
