@@ -145,7 +145,7 @@ def lines(at: dict[str, tuple[int, ...]], command: str, several: str, dump: str 
               "--num_splits", "1", "--filter_api", "--config_path", "config.json"),
              prints=("--jit_compile: of an NPU's operators, without effect on cpu",), check=_all_options),
         "syntax": Line(0, f"{command} -api_info {dump} -save_error_data -o short -j -d cpu -f -config config.json",
-             ("opcheck", "-api_info", dump, *both, "-o", "short", "-j", "-f", "-config", "config.json"),
+             ("opcheck", "-api_info", dump, *both, "-o", "short", "-j", "--jobs", "0", "-f", "-config", "config.json"),
              prints=("--jit_compile: of an NPU's operators, without effect on cpu",), check=_all_options),
         "plain": Line(0, f"{command} -api_info {dump}", (*check, "npu"), check=_checked("npu")),
         "gpu": Line(0, f"{command} -api_info {dump} -d: on the other machine", (*check, "gpu", "-d", "cpu"),
