@@ -106,8 +106,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KILLED = [(name, signal.SIGKILL) for name in COMMANDS]
-ENDED = ("compare", "opcheck", "run-shell", "golden-make")
-KILLED += [(name, number) for name in ENDED for number in (signal.SIGTERM, signal.SIGHUP)]
+KILLED += [("compare", signal.SIGTERM), ("opcheck", signal.SIGHUP), ("run-shell", signal.SIGHUP)]
+KILLED += [("golden-make", number) for number in (signal.SIGTERM, signal.SIGHUP)]
 
 
 @pytest.mark.parametrize(("name", "number"), KILLED)

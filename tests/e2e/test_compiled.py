@@ -7,7 +7,7 @@ in the eager one: an error is a difference, whichever side has it. With taps ins
 from typing import Any
 
 import pytest
-from support.captures import FIVE, Engines, explain
+from support.captures import Engines, explain
 from support.engine import Run
 
 from vllm_accprobe.dump.reader import open_dump
@@ -44,12 +44,7 @@ def test_a_fault_shows_through_compiled_code(engines, compiled, compared, fault,
 def test_what_is_compiled_is_skipped_loudly_and_answers_as_without_the_probe(engines: Engines, compiled: Run) -> None:
     """Its tokens are those of a compiled engine without the probe: eager arithmetic may honestly decide a near tie
     otherwise, and does so with the kernels for AVX2."""
-    log = engines.root / "compiled-bare.log"  # its engine finds what the tapped one has compiled
-    bare = engines.new_host(log, {"VLLM_CACHE_ROOT": str(engines.root / "cache-inductor")}, probe=False)
-    try:
-        control = bare.capture(engines.model("qwen2"), FIVE, out=engines.root / "no-dump", enforce_eager=False)
-    finally:
-        bare.close()
+    control = engines.uncaptured()
     assert control.dump is None
     assert compiled.tokens == control.tokens
     found = open_dump(compiled.dump)

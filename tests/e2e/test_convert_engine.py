@@ -1,10 +1,12 @@
-"""A real engine's capture of modules, parameters and operators through every export and back."""
+"""A real engine's capture of modules, parameters and operators through an export and back.
+
+The other containers: tests/formats/test_export_round_trip.py."""
 
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from formats.test_export_round_trip import KINDS, NOTED, hold
+from formats.test_export_round_trip import NOTED, hold
 from support.captures import VISION, Engines
 from support.opchecked import check
 
@@ -34,28 +36,20 @@ def replayed(dump: Dump) -> set[Row]:
     return {(r.tap, r.step, r.call, r.role, r.status) for r in rows if r.status in ("pass", "fail")}
 
 
-@pytest.fixture(scope="module")
-def checked_before(dump: Path) -> set[Row]:
-    return replayed(open_dump(dump))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_lost(dump: Path, request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
-    out = tmp_path / kind
-    assert main(["convert", str(dump), str(out), "--to", kind]) == 0
+def test_nothing_is_lost(dump: Path, tmp_path: Path) -> None:
+    out = tmp_path / NOTED
+    assert main(["convert", str(dump), str(out), "--to", NOTED]) == 0
     own, theirs = open_dump(dump), open_dump(out)
-    assert hold(own, theirs, kind) > 4000
-    if kind != NOTED:
-        return
+    assert hold(own, theirs, NOTED) > 4000
     calls = [Counter((o.op, o.step) for o in d.ops) for d in (own, theirs)]
     assert not calls[1] - calls[0]
-    checked = request.getfixturevalue("checked_before"), replayed(theirs)
-    conv = {c for c in checked[0] if "patch_embed" in c[0] and c[3] == "output.0"}
+    before, after = replayed(own), replayed(theirs)
+    conv = {c for c in before if "patch_embed" in c[0] and c[3] == "output.0"}
     assert conv
-    assert conv <= checked[1]
-    lost = Counter(c[0].rpartition("::")[2] for c in checked[0] - checked[1] if "::" in c[0])
+    assert conv <= after
+    lost = Counter(c[0].rpartition("::")[2] for c in before - after if "::" in c[0])
     assert not lost, lost
-    assert not [c for c in checked[1] if c[4] == "fail" and (*c[:4], "fail") not in checked[0]]
+    assert not [c for c in after if c[4] == "fail" and (*c[:4], "fail") not in before]
 
 
 def test_errcheck_leaves_no_operator_in_a_capture(engines: Engines) -> None:

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.engine
 WINDOW = 24
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW,
           "layer_types": [*["full_attention"] * 2, *["sliding_attention"] * 2]}  # fmt: skip
-"""Of a llama. The prompts are 23 to 70 tokens long."""
+"""Of a llama."""
+ASKS = FIVE[:3]
+"""Prompts of 40, 23 and 57 tokens: a few calls that fail in each layer, and the causes of each are searched."""
 _AT = "model.layers.{}.self_attn.attn"
 
 
@@ -41,7 +43,7 @@ def windows(each_engines: Engines) -> Callable[..., Run]:
             model = make("llama", each_engines.root / "models" / "llama-windows", **LAYERS)
             out = each_engines.root / "dumps" / name
             how = {"max_num_batched_tokens": 48, "block_size": 32}
-            done[name] = each_engines.host().capture(model, FIVE, out=out, fault=fault, **how)
+            done[name] = each_engines.host().capture(model, ASKS, out=out, fault=fault, **how)
         return done[name]
 
     return run
@@ -54,7 +56,7 @@ def test_a_sliding_window_in_chunks_and_decode_passes(windows: Callable[..., Run
     assert [m.attrs.get("sliding_window") for m in dump.modules[0] if m.cls == "Attention"] == [None, None, 24, 24]
     assert (code, {r["status"] for r in rows}) == (0, {"pass"})
     assert all(r["rows"] == r["checked"] for r in rows)
-    assert run.metrics["steps"] > 221 / 48
+    assert run.metrics["steps"] > 120 / 48
 
 
 FAULTS = [

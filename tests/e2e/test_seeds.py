@@ -21,7 +21,7 @@ TYPED = "\n".join(
 )
 """The modules with the lines."""
 SEEDS = {"000": seed_000, "001": seed_001, "002": seed_002, "003": seed_003, "004": seed_004}
-LINES = [(number, line) for number, seed in SEEDS.items() for line in seed.LINES]
+LINES = [(number, line) for number, seed in SEEDS.items() for line in seed.LINES if not line.as_in]
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +59,11 @@ def test_a_line_of_the_documents(number, line, homes, monkeypatch, capsys):
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
 def test_lines_stand_in_the_document_s_order(seed: ModuleType) -> None:
     assert [line.at for line in seed.LINES] == sorted(line.at for line in seed.LINES)
+
+
+def test_what_is_typed_for_another_document_is_typed_there() -> None:
+    for line in (line for seed in SEEDS.values() for line in seed.LINES if line.as_in and not callable(line.argv)):
+        assert line.argv in [other.argv for other in SEEDS[line.as_in].LINES], line.says
 
 
 @pytest.mark.parametrize("number", SEEDS)

@@ -306,9 +306,10 @@ class Killed(BaseException):
     """Ends a run as a signal does."""
 
 
-@pytest.mark.parametrize("keep", [[], ["--keep", "kept"]])
-@pytest.mark.parametrize("where", ["vllm_accprobe.golden.stream._StreamRun._answer", "vllm_accprobe.golden.make.pack",
-                                   "vllm_accprobe.golden.make.to_text"])  # fmt: skip
+@pytest.mark.parametrize(("where", "keep"), [
+    ("vllm_accprobe.golden.stream._StreamRun._answer", []), ("vllm_accprobe.golden.make.pack", ["--keep", "kept"]),
+    ("vllm_accprobe.golden.make.to_text", []),
+])  # fmt: skip
 def test_a_pack_whose_making_was_killed_is_continued(
     qwen2: Path, tmp_path: Path, keep: list[str], where: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -337,13 +338,21 @@ def test_a_pack_whose_making_was_killed_is_continued(
         assert "is not of such a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("block", [0, 1, 3, 6])
-def test_a_killed_run_continues(qwen2: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def expected(qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody killed."""
+    out = tmp_path_factory.mktemp("streamed") / "expected"
+    streamed(qwen2, PROMPTS, out, progress=quiet)
+    return out
+
+
+@pytest.mark.parametrize("block", [0, 3, 6])
+def test_a_killed_run_continues(
+    qwen2: Path, expected: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed before block ``block`` is done, after some of its tensors were written; then, what is torn is cut off."""
     from vllm_accprobe.golden import stream
 
-    expected = tmp_path / "expected"
-    streamed(qwen2, PROMPTS, expected, progress=quiet)
     made, inner = [0], stream._StreamRun._pass
 
     def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -516,36 +525,32 @@ def test_arguments_that_are_refused(qwen2: Path, tmp_path: Path, more: dict[str,
         streamed(qwen2, more.pop("prompts", PROMPTS), tmp_path / "out", progress=quiet, **more)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"prompts": PROMPTS[:2]}, "begun with other prompts:"),
-        ({"dtype": "float64"}, "begun with other settings:"),
-        ({"rows": [[0], [0], [0]]}, "begun with other settings:"),
-        ({"model": {"rms_norm_eps": 1e-5}}, "begun with other checkpoint:"),
-        ({"model": {}}, "begun with other checkpoint:"),  # weights x 1.5, in files of equal size
-    ],
-)
-def test_a_run_of_other_things_does_not_continue(
-    qwen2: Path, tmp_path: Path, more: dict[str, Any], message: str
-) -> None:
+OTHERS: list[tuple[dict[str, Any], Callable[[Path], object] | None, str]] = [
+    ({"prompts": PROMPTS[:2]}, None, "begun with other prompts:"),
+    ({"dtype": "float64"}, None, "begun with other settings:"),
+    ({"rows": [[0], [0], [0]]}, None, "begun with other settings:"),
+    ({}, edit(rms_norm_eps=1e-5), "begun with other checkpoint:"),
+    ({}, tensors(lambda found: found.update({k: v * 1.5 for k, v in found.items()})), "begun with other checkpoint:"),
+]
+"""Arguments, what is changed of the model (at last, numbers in files of equal size), what is said."""
+
+
+def test_a_run_of_other_things_does_not_continue(qwen2: Path, tmp_path: Path) -> None:
     def die(line: str) -> None:
         if line.startswith("block 2"):
             raise Killed
 
     with pytest.raises(Killed):
         streamed(qwen2, PROMPTS, tmp_path / "out", progress=die)
-    model, changes = qwen2, more.pop("model", None)
-    if changes is not None:
-        model = tmp_path / "model"
-        shutil.copytree(qwen2, model)
-        if changes:
-            edit(**changes)(model)
-        else:
-            tensors(lambda found: found.update({k: v * 1.5 for k, v in found.items()}))(model)
+    for number, (more, change, message) in enumerate(OTHERS):
+        model = qwen2
+        if change is not None:
+            model = tmp_path / f"model-{number}"
+            shutil.copytree(qwen2, model)
+            change(model)
             assert [(model / f).stat().st_size == (qwen2 / f).stat().st_size for f in WEIGHTS] == [True]
-    with pytest.raises(CommandError, match=message):
-        streamed(model, more.pop("prompts", PROMPTS), tmp_path / "out", progress=quiet, **more)
+        with pytest.raises(CommandError, match=message):
+            streamed(model, **{"prompts": PROMPTS, **more}, out=tmp_path / "out", progress=quiet)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ class Engines:
 
     def host(self, kind: str = "v1") -> EngineHost:
         """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, or stages, one core each; ``bare``: no probe;
-        ``inductor``, ``dynamo``: engines that compile, or only trace, each with a cache of its own."""
+        ``inductor``, ``dynamo``: engines that compile, or only trace, each with a cache of its own. In the process of
+        ``inductor`` the probe begins with the first engine that is given it: see `uncaptured`."""
         if kind not in self._hosts:
             cache = {"VLLM_CACHE_ROOT": str(self.root / f"cache-{kind}")}
             forked = TP2_ENV | {"ACCPROBE_TEST_FORK": "1", "ACCPROBE_TEST_PP": "1", "OMP_NUM_THREADS": "1"}
@@ -48,7 +49,7 @@ class Engines:
                 "inductor": cache, "dynamo": cache | {"VLLM_CPU_CI_ENV": "1"},
             }  # fmt: skip
             log = self.root / f"{kind}.log"
-            self._hosts[kind] = self.new_host(log, kinds[kind], probe=kind != "bare", v2=kind == "v2")
+            self._hosts[kind] = self.new_host(log, kinds[kind], probe=kind not in ("bare", "inductor"), v2=kind == "v2")
         return self._hosts[kind]
 
     def new_host(self, log: Path, env: Mapping[str, str], *, probe: bool = True, v2: bool = False) -> EngineHost:
@@ -75,9 +76,16 @@ class Engines:
         """The golden of most pairs: the requests sent one at a time, unchunked."""
         return self.run(f"{model}-serial", model, asks, how="serial")
 
-    def compiled(self, name: str, host: str = "inductor", **env: str) -> Run:
+    def uncaptured(self) -> Run:
+        """A compiled engine without the probe. It is the first of its process, which has not loaded the probe then; the
+        first pays for what inductor prepares once a process, half a minute."""
+        return self.run("compiled-bare", host="inductor", enforce_eager=False)
+
+    def compiled(self, name: str, **env: str) -> Run:
         """The capture of a compiled engine, all five requests at once; further keywords are of its environment."""
-        return self.run(name, host=host, env={"VLLM_ACCPROBE_GRAPHS": "1"} | env, enforce_eager=False)
+        self.uncaptured()
+        on = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_GRAPHS": "1"}
+        return self.run(name, host="inductor", env=on | env, enforce_eager=False)
 
     def close(self) -> None:
         for host in self._hosts.values():

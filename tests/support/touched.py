@@ -23,7 +23,7 @@ import time
 import traceback
 import types
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -72,7 +72,8 @@ _BY_STRING = {"getattr", "hasattr", "setattr", "_wrap", "override", "wrap_method
 _NAME = re.compile(r"[A-Za-z_*][A-Za-z0-9_*]+")
 
 
-def touched(files: Iterable[Path] = FILES, more: str = "") -> dict[str, set[str]]:
+@functools.cache
+def touched(files: tuple[Path, ...] = FILES, more: str = "") -> dict[str, set[str]]:
     """Name → the places ``file:line`` where it is touched. more: source of one more module."""
     ours, library = _ours(), set().union(*map(dir, _KNOWN))
     found: dict[str, set[str]] = defaultdict(set)
@@ -96,6 +97,7 @@ def _defined(node: ast.stmt) -> str:
     return getattr(node, "name", "")
 
 
+@functools.cache
 def _ours() -> set[str]:
     """Names that this package itself gives to attributes, fields, functions and classes."""
     names: set[str] = set()

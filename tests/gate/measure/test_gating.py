@@ -28,11 +28,13 @@ ROUNDED: dict[str, Any] = {"noise": 0.0, "own": 0.02}
 """A server like the CPU's: batches change nothing, and it rounds in its own way."""
 
 
-def rounded(tmp_path: Path, seed: int, fault: Fault | None = None, right: float | None = 0.02, **more: Any) -> Gate:
+def rounded(
+    tmp_path: Path, seed: int, fault: Fault | None = None, right: float | None = 0.02, power: bool = True, **more: Any
+) -> Gate:
     """right: the rounding of a floor; None: without one."""
     floor_of = None if right is None else {"noise": 0.0, "own": right, "forced": "accprobe"} | more
     mine = ROUNDED | {"fault": fault, "forced": "accprobe"} | more
-    return gate(tmp_path, seed, golden=ROUNDED | more, right=floor_of, **mine)
+    return gate(tmp_path, seed, golden=ROUNDED | more, right=floor_of, power=power, **mine)
 
 
 def test_equal_servers_are_as_often_alarmed_as_the_rate_says(tmp_path: Path) -> None:
@@ -47,11 +49,13 @@ def test_equal_servers_are_as_often_alarmed_as_the_rate_says(tmp_path: Path) -> 
 def test_honest_rounding_passes_whichever_is_the_exact_one(right: float, tmp_path: Path) -> None:
     """10 pairs that each round in their own way; the floor as coarse as both, or eight times as fine. Without a floor
     all of them fail, and the verdict says why that means little."""
-    assert [rounded(tmp_path / "with", seed, right=right).verdict for seed in range(10)] == ["pass"] * 10
+    with_floor = (rounded(tmp_path / "with", seed, right=right, power=False) for seed in range(10))
+    assert [gate.verdict for gate in with_floor] == ["pass"] * 10
     without = rounded(tmp_path / "without", 1, right=None)
     assert without.verdict == "fail"
     assert servers.NO_FLOOR in servers.gap_lines(without)
     passed = rounded(tmp_path / "again", 1, right=right)
+    assert passed.verdict == "pass"
     assert passed.p_batching is not None
     assert passed.p_batching <= 0.05
     assert "though further than golden's own batches" in servers.headline(passed)

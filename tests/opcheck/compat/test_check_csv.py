@@ -16,7 +16,14 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.compat import msprobe
 
 Recorded = Callable[[str], Path]
-TOOL = "import sys; sys.argv[0] = 'msprobe'; from msprobe.msprobe import main; main()"
+TOOL = (
+    "import sys; sys.argv[0] = 'msprobe'; from msprobe.msprobe import main; main()\n"
+    "from msprobe.pytorch.api_accuracy_checker.compare.compare_utils import ApiPrecisionCompareColumn as C\n"
+    "from msprobe.pytorch.api_accuracy_checker.compare.compare_utils import DETAIL_TEST_ROWS\n"
+    "print(*C.get_detail_csv_title(), sep='|'); print(*C.get_result_csv_title(), sep='|')\n"
+    "print(*DETAIL_TEST_ROWS[0], sep='|')\n"
+)
+"""Its second stage, and then the headers of its files."""
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -67,12 +74,14 @@ def test_what_was_recorded_forward_alone_is_run_backward_too(tmp_path: Path) -> 
     assert gradients["output.0"] == gradients["output.1"] == len(backward) > gradients["output.2"] > 0
 
 
-def test_the_real_second_stage_reads_them(checked: Path, tmp_path: Path) -> None:
+def test_the_real_second_stage_reads_them_and_has_these_headers(checked: Path, tmp_path: Path) -> None:
     sides = [str(files(checked / side)[1]) for side in ("npu", "gpu")]
     words = ["api_precision_compare", "-npu", sides[0], "-gpu", sides[1], "-o", str(tmp_path)]
     command = [sys.executable, "-c", TOOL, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    headers = [tuple(line.split("|")) for line in done.stdout.splitlines()[-3:]]
+    assert headers == [msprobe.COMPARE_DETAILS, msprobe.COMPARE_RESULT, msprobe.CHECK_DETAILS]
     details = table(next(tmp_path.glob("api_precision_compare_details_*.csv")))
     assert len(details) == len(table(Path(sides[0])))
     assert {r["比对结果"] for r in details} == {"pass"}

@@ -1,32 +1,16 @@
-"""msprobe's files of its second stage: the headers that the tool itself writes, and its verdicts on the same rows."""
+"""msprobe's files of its second stage: its verdicts on the same rows."""
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 from opcheck.opdiff_files import FIVE, row, write
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.opcheck.compat import msprobe
-
-HEADERS = (
-    "from msprobe.pytorch.api_accuracy_checker.compare.compare_utils import ApiPrecisionCompareColumn as C\n"
-    "from msprobe.pytorch.api_accuracy_checker.compare.compare_utils import DETAIL_TEST_ROWS\n"
-    "print(*C.get_detail_csv_title(), sep='|'); print(*C.get_result_csv_title(), sep='|')\n"
-    "print(*DETAIL_TEST_ROWS[0], sep='|')\n"
-)
 
 
 def table(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as f:
         return list(csv.DictReader(f))
-
-
-def test_the_headers_are_the_tool_s_own() -> None:
-    done = subprocess.run([sys.executable, "-c", HEADERS], capture_output=True, text=True, timeout=300, check=True)
-    said = [tuple(line.split("|")) for line in done.stdout.splitlines()[-3:]]
-    assert said == [msprobe.COMPARE_DETAILS, msprobe.COMPARE_RESULT, msprobe.CHECK_DETAILS]
 
 
 def test_a_wrong_machine_in_msprobe_s_words(tmp_path: Path) -> None:

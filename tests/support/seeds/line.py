@@ -26,4 +26,5 @@ class Line:
     prints: tuple[str, ...] = ()
     ends_at: str = ""
     also: tuple[int, ...] = ()  # further lines of the document that are typed with it
+    as_in: str = ""  # the document whose line of the same words is typed in place of this one
     check: Callable[[Path, str], None] | None = field(default=None, compare=False)

@@ -16,7 +16,7 @@ from support.seeds.columns import CHECK_DETAILS, CHECKED, MINDSPORE, TWO_MACHINE
 from support.seeds.line import Line
 
 NO_CARD = "--device 0: torch sees no accelerator on this machine"
-FULL = "dump_path/step0/rank0/dump.json"
+DUMP = "single/dump.json"
 
 
 def _tensor(home: Path, name: str, t: torch.Tensor) -> dict[str, object]:
@@ -134,7 +134,7 @@ def _kept(home: Path, said: str) -> None:
     assert any(path.is_file() for path in cases.rglob("*"))
 
 
-def lines(at: dict[str, tuple[int, ...]], command: str, several: str, dump: str) -> list[Line]:
+def lines(at: dict[str, tuple[int, ...]], command: str, several: str, dump: str = DUMP) -> list[Line]:
     """at: the document's lines of each of these; command, several: how the document calls it, of one process and of
     several."""
     check = ("opcheck", "-api_info", dump, "--jobs", "0", "-o")
@@ -145,7 +145,7 @@ def lines(at: dict[str, tuple[int, ...]], command: str, several: str, dump: str)
               "--num_splits", "1", "--filter_api", "--config_path", "config.json"),
              prints=("--jit_compile: of an NPU's operators, without effect on cpu",), check=_all_options),
         "syntax": Line(0, f"{command} -api_info {dump} -save_error_data -o short -j -d cpu -f -config config.json",
-             ("opcheck", "-api_info", dump, *both, "-o", "short", "-j", "-f", "-config", "config.json"),
+             ("opcheck", "-api_info", dump, *both, "-o", "short", "-j", "--jobs", "0", "-f", "-config", "config.json"),
              prints=("--jit_compile: of an NPU's operators, without effect on cpu",), check=_all_options),
         "plain": Line(0, f"{command} -api_info {dump}", (*check, "npu"), check=_checked("npu")),
         "gpu": Line(0, f"{command} -api_info {dump} -d: on the other machine", (*check, "gpu", "-d", "cpu"),
@@ -168,18 +168,23 @@ def lines(at: dict[str, tuple[int, ...]], command: str, several: str, dump: str)
         "second": Line(0, "api_precision_compare -npu .../accuracy_checking_details_<time>.csv -gpu ...",
              _second_stage),
     }  # fmt: skip
-    return [replace(line, at=at[name][0], also=at[name][1:]) for name, line in found.items()]
+    return [replace(found[name], at=place[0], also=place[1:]) for name, place in at.items()]
 
 
 OF_001 = [
     *lines({"options": (345, 361), "syntax": (353,), "plain": (335,), "gpu": (355,), "config": (361,), "saved": (375,),
             "kept": (381,), "yaml": (403,), "multi": (489,), "many": (471,), "again": (509,),
             "second": (697, 707, 709)},
-           "run_ut", "multi_run_ut", "single/dump.json"),
+           "run_ut", "multi_run_ut"),
     Line(1257, "msprobe -f mindspore run_ut -api_info ./dump.json -o ./checker_result",
          ("opcheck", "-api_info", "mindspore/tensor/step0/rank0/dump.json", "-o", "checker_result", "--jobs", "0"),
          code=1, prints=("Mint.matmul",), check=_mindspore),  # its 1e-4 is absolute, and the numbers are large
 ]  # fmt: skip
-OF_002 = lines({"options": (57,), "syntax": (50,), "plain": (68,), "gpu": (70,), "config": (64,), "saved": (76,),
+_ALIKE = lines({"options": (57,), "syntax": (50,), "plain": (68,), "gpu": (70,), "config": (64,), "saved": (76,),
                 "kept": (78,), "yaml": (88,), "multi": (126,), "many": (143,), "again": (163,), "second": (264, 251)},
-               "acc_check", "multi_acc_check", FULL)  # fmt: skip
+               "acc_check", "multi_acc_check")  # fmt: skip
+OF_002 = [
+    *(replace(line, as_in="001") for line in _ALIKE),
+    *lines({"plain": (68,)}, "acc_check", "multi_acc_check", "dump_path/step0/rank0/dump.json"),
+]
+"""The words of 001, typed there; here the dump below step and rank."""
