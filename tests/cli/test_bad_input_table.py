@@ -64,7 +64,7 @@ READ = {
     "compare, mapping": ["compare", "golden", "mine", "--op-mapping-file", "@", "--no-replay", "--out", "OUT"],
     "compare, tokenizer": ["compare", "golden", "mine", "--tokenizer", "@", "--no-replay", "--out", "OUT"],
     "opcheck, against": ["opcheck", "golden", "--against", "@", "--out", "OUT", "-j", "0"],
-    "opcheck, api_info": ["opcheck", "-api_info", "@", "-o", "OUT"],
+    "opcheck, api_info": ["opcheck", "-api_info", "@", "-o", "OUT", "-j", "0"],
     "opcheck, load": ["opcheck", "--op", "mul", "--shape", "2x3,2x3", "--load", "@"],
     "size": ["inspect", "@", "--size"],
     "pack, prompts": ["golden", "pack", "golden", "--prompts", "@", "--out", "OUT.golden"],
