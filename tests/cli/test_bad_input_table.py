@@ -61,8 +61,23 @@ READ = {
     "send": ["send", "@", "--engine", "vllm serve MODEL", "--out", "OUT"],
     "eval-diff": ["eval-diff", "@", "a.jsonl"],
     "eval-diff, mine": ["eval-diff", "a.jsonl", "@"],
+    "compare, mapping": ["compare", "golden", "mine", "--op-mapping-file", "@", "--no-replay", "--out", "OUT"],
+    "compare, tokenizer": ["compare", "golden", "mine", "--tokenizer", "@", "--no-replay", "--out", "OUT"],
+    "opcheck, against": ["opcheck", "golden", "--against", "@", "--out", "OUT", "-j", "0"],
+    "opcheck, api_info": ["opcheck", "-api_info", "@", "-o", "OUT", "-j", "0"],
+    "opcheck, load": ["opcheck", "--op", "mul", "--shape", "2x3,2x3", "--load", "@"],
+    "size": ["inspect", "@", "--size"],
+    "pack, prompts": ["golden", "pack", "golden", "--prompts", "@", "--out", "OUT.golden"],
+    "gate, prompts": ["gate", "vllm serve MODEL", "vllm serve MODEL", "--prompts", "@", "--out", "OUT"],
+    "gate, floor": ["gate", "vllm serve MODEL", "vllm serve MODEL", "--floor", "@", "--out", "OUT"],
+    "bisect, prompts": ["bisect", "--prompts", "@", "--out", "OUT", "--", "vllm", "serve", "MODEL"],
+    "send, forced": ["send", "--teacher-force", "@", "--engine", "vllm serve MODEL", "--out", "OUT"],
+    "doctor, dump": ["doctor", "--dump", "@"],
+    "doctor, wheel": ["doctor", "--wheel", "@"],
+    "online": ["online", "send", "@", "--port", "1", "--patience", "1"],
+    "online, config": ["online", "send", "golden", "--config", "@"],
 }
-TEXTS = ("make, prompts", "stream, prompts", "self-check", "send")
+TEXTS = ("make, prompts", "stream, prompts", "self-check", "send", "pack, prompts", "gate, prompts", "bisect, prompts")
 """Commands that take a text, a prompt on each line."""
 REFUSED = ("nowhere", "empty", "zero.csv", "text.txt", "bad.json", "two", "deep", "locked", "locked-files")
 WORKS = ("cut", "killed")

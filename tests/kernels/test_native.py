@@ -66,10 +66,10 @@ def test_another_process_compiles_while_dumps_are_opened(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_made", lambda *_: pytest.fail("compiled here, too"))
     native.compile_early()
-    assert len(native._EARLY) == 1
+    assert set(native._EARLY) == {"rows", "structure"}
     assert isinstance(native.loops(), native.Loops)
     native.compile_early()
-    assert native._EARLY == []
+    assert native._EARLY == {}
 
 
 def test_one_that_hangs_is_killed_and_none_is_started_for_nothing(tmp_path, monkeypatch):
@@ -80,22 +80,22 @@ def test_one_that_hangs_is_killed_and_none_is_started_for_nothing(tmp_path, monk
     monkeypatch.setattr(native, "_made", unusable)
     monkeypatch.setattr(native, "_PATIENCE_S", 0.1)
     hangs = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9)"])
-    monkeypatch.setattr(native, "_EARLY", [hangs])
+    monkeypatch.setattr(native, "_EARLY", {"rows": hangs})
     with pytest.raises(native.Unusable, match="compiled here"):
         native.loops()
     assert hangs.wait(5) == -9
     monkeypatch.setattr(native.os, "access", lambda *_: False)  # a directory that may only be read
     native.compile_early()
-    assert native._EARLY == []
+    assert native._EARLY == {}
 
 
 def test_a_file_that_is_damaged_or_anothers_is_not_read(loops, tmp_path):
-    made = {"rows": ("symbol", ["sqrt"], b"code")}
+    made = "symbol", ["sqrt"], b"code"
     path = tmp_path / "x.bin"
 
     def write(body, **other):
         head = {"name": "x.bin", "hash": native.hashlib.blake2b(b"code", digest_size=16).hexdigest(),
-                "loops": [["rows", "symbol", ["sqrt"], 4]]} | other  # fmt: skip
+                "symbol": "symbol", "foreign": ["sqrt"]} | other  # fmt: skip
         path.write_bytes(json.dumps(head).encode() + b"\n" + body)
         return native._read(path, "x.bin")
 

@@ -68,7 +68,7 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
 
     accprobe doctor --dump DUMP reads a capture: constants of its modules against config.json, positions and token ids
     against the row map, loaded weights against the checkpoint. Exit code 0: nothing is wrong, 1: something is, 2: it
-    cannot be read.
+    cannot be read, 3: nothing in it could be checked.
     """
     json, quick, timeout = here.as_json, here.quick, here.timeout
     alone = "--wheel" if here.wheel else "--dump" if here.dump is not None else ""
@@ -138,13 +138,16 @@ def _dump(path: Path, json: bool) -> int:
     dump = open_dump(path)
     found = own_findings(dump, model_of(dump.run))
     wrong, checked = [row.message for row in found.rows()], found.lines()
-    fields = {"schema": 1, "ok": not wrong, "findings": wrong, "checked": checked,
+    some = bool(wrong or found.held or any(found.runner.checked.values()) or found.built.checked)
+    fields = {"schema": 1, "ok": some and not wrong, "findings": wrong, "checked": checked,
               "unchecked": dict(found.built.unchecked)}  # fmt: skip
     error = typer.style(f"{_ERROR:<9}", fg=_COLOUR[_ERROR])
     text = [*(f"{error}{safe(line, 1000)}" for line in wrong), *(f"{'':9}{safe(line, 1000)}" for line in checked),
             count(len(wrong), "finding") if wrong else "nothing is wrong in what was checked"]  # fmt: skip
+    if not some:
+        text[-1] = f"{path}: nothing could be checked: a capture by accprobe has the row map, modules and weights"
     report(json, fields, text, indent=2)
-    return int(bool(wrong))
+    return int(bool(wrong)) if some else 3
 
 
 def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:

@@ -55,10 +55,13 @@ def pack(what: GoldenPackOptions, file: PackFileOptions) -> None:
     `accprobe compare FILE mine` compares a dump with it.
     Exit code 0: done, 2: it cannot be done.
     """
+    from vllm_accprobe.gate.sending import prompts
     from vllm_accprobe.golden.pack import MB
     from vllm_accprobe.golden.pack import pack as write
 
     file.check([what.dump])
+    if what.prompts is not None:
+        prompts.read(str(what.prompts))
     done = write(what.dump, file.out, max_bytes=file.max_bytes, seed=file.seed, prompts=what.prompts)
     typer.echo(f"{done.bytes / MB:.2f} MB: {done.taps:,} modules, {done.rows_full:,} rows in full, "
                f"{done.rows_sketched:,} rows as sketches")  # fmt: skip

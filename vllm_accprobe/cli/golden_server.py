@@ -216,6 +216,8 @@ def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
     from vllm_accprobe.golden.pack import PROMPTS
     from vllm_accprobe.report import servers
 
+    if what.pack.is_dir():
+        raise CommandError(f"{what.pack} is a folder: name a pack, which is a file (`accprobe golden make` writes it)")
     line = shlex.join(what.command) if len(what.command) > 1 else what.command[0]
     with how.work() as work:
         pack = open_pack(what.pack, work)

@@ -640,6 +640,8 @@ def _nothing(path: Path, side: Side) -> str:
         return f"{path} has no samples of lm-evaluation-harness, reviews of evalscope or results of OpenCompass"
     why = "; ".join(f"{n:,} {what}" for what, n in side.left_out.items()) or "it is empty"
     hint = ": run OpenCompass or AISBench with --dump-eval-details" if NO_DETAILS in side.left_out else ""
+    if (path / "run.json").is_file():
+        hint = ": it is a dump, and `accprobe compare` compares dumps"
     return f"{path} has no answered question ({why}){hint}"
 
 

@@ -12,6 +12,7 @@ the start itself and what is reported where it fails (served_run.py), folders of
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import shutil
@@ -95,6 +96,10 @@ def check(command: ServeCommand, *, captured: bool = False) -> None:
 def _check_model(model: str | None) -> None:
     path = Path(model or "")
     named = model is not None and "://" not in model and path.suffix != ".gguf"
+    if named and not path.exists() and path.name == model:  # the hub's own names have a slash, but for its oldest
+        here = [p.parent.name for name in CONFIGS for p in Path().glob(f"*/{name}")]
+        if near := difflib.get_close_matches(model, here, 1, _NEAR):
+            raise NotServed(f"{model} is no folder here: did you mean {near[0]}?")
     if not named or not (path.exists() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
         return
     if path.is_file():
@@ -108,6 +113,8 @@ def _check_model(model: str | None) -> None:
         raise NotServed(f"{model} has no {CONFIGS[0]}: write the path of a model's folder as it is from here")
 
 
+_NEAR = 0.8
+"""Chosen: difflib's ratio of a name to what was meant, a letter or two apart. `gpt2` is not taken for `gpt2-tiny`."""
 _OFFLINE = "HF_HUB_OFFLINE"
 
 

@@ -4,7 +4,7 @@ The problem: fifteen sums and maxima of two streams of floats at the speed of me
 blocks that stay in the first-level cache; a block becomes float32 in a buffer (bits.py), and runs through loops without
 branches whose accumulators are float64. What the peak needs after the row's norm is known is kept in two row-wide
 buffers, so the inputs are read once. All buffers are the caller's, so that the machine code needs nothing of Python's:
-`objects` compiles the loops into plain C functions, whose object code native.py keeps.
+`code` compiles a loop into a plain C function, whose object code native.py keeps.
 Not here: dtypes' names and tables, bounds, the meaning of the columns (rows.py, definition.py).
 """
 
@@ -13,15 +13,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, types
+from numba import cfunc, types
 
 from vllm_accprobe.kernels import BLOCK
-from vllm_accprobe.kernels.bits import FAST, compiled, entry, larger, leave_out, load, load_any, smaller
+from vllm_accprobe.kernels.bits import FAST, compiled, entry, larger, leave_out, load, load_any, part, smaller
 from vllm_accprobe.kernels.vectors import LANES, add_rows
 
 
 @compiled
-def _sums(g: Any, m: Any, q: Any, rel: Any) -> Any:
+def _add(line: Any, g: Any, m: Any, q: Any, rel: Any) -> None:
+    """One row's part in a block: ``line``, its row of the table, takes it in."""
     gg = mm = gm = dd = ad = top = far = 0.0
     for i in range(g.size):
         x, y = np.float64(g[i]), np.float64(m[i])
@@ -38,7 +39,13 @@ def _sums(g: Any, m: Any, q: Any, rel: Any) -> Any:
         r = q[i] / a
         rel[i] = r if a > 0.0 else np.inf
         far = larger(far, r if a > 0.0 else 0.0)
-    return gg, mm, gm, dd, ad, top, far
+    line[1] += gg
+    line[2] += mm
+    line[3] += gm
+    line[4] += dd
+    line[5] += ad
+    line[6] = max(line[6], top)
+    line[7] = max(line[7], far)
 
 
 @compiled
@@ -93,43 +100,12 @@ def _finish(line: Any, q: Any, rel: Any) -> None:
             line[10] = np.inf
 
 
-@compiled
-def _add(line: Any, g: Any, m: Any, q: Any, rel: Any) -> None:
-    """One row's part in a block: ``line`` takes it in."""
-    gg, mm, gm, dd, ad, top, far = _sums(g, m, q, rel)
-    line[1] += gg
-    line[2] += mm
-    line[3] += gm
-    line[4] += dd
-    line[5] += ad
-    line[6] = max(line[6], top)
-    line[7] = max(line[7], far)
-
-
-@compiled
-def _leave_out(line: Any, g: Any, m: Any) -> None:
-    """Counts in ``line`` what is not finite on both sides, and makes it zeros, which add nothing to any sum."""
-    out, differ = leave_out(g, m)
-    line[0] -= out
-    line[8] += out
-    line[9] += differ
-
-
-@compiled
-def _neighbours(gi: Any, mi: Any, most: Any) -> Any:
-    """How many rows from the first on follow each other on both sides."""
-    n, most = 1, min(most, gi.size)
-    while n < most and gi[n] == gi[0] + n and mi[n] == mi[0] + n:
-        n += 1
-    return n
-
-
 @entry
 def rows(
     g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, out: Any, eps: float, elements: Any,
     gb: Any, mb: Any, q: Any, rel: Any,
 ) -> None:  # fmt: skip
-    """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n, 11]).
+    """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n * 11]).
 
     g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for kind 3. A row's
     width is in ``out``'s first column. elements: float64 [10], to which _elements adds. gb, mb: uint32, room for BLOCK;
@@ -138,39 +114,46 @@ def rows(
     """
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
     ms = 1 if mk == 3 else (4 if mk == 2 else 2)
-    width: Any = np.int64(out[0, 0])
+    width: Any = np.int64(out[0])
     r = 0
     while r < gi.size:
-        run: Any = _neighbours(gi[r:], mi[r:], max(BLOCK // width, 1))
+        # How many rows follow each other on both sides.
+        run, most = 1, min(max(BLOCK // width, 1), gi.size - r)
+        while run < most and gi[r + run] == gi[r] + run and mi[r + run] == mi[r] + run:
+            run += 1
         for start in range(0, width, BLOCK):
             # Either several whole rows, or a part of one.
             n = run * width if width <= BLOCK else min(BLOCK, width - start)
             g_at, m_at = (gi[r] * width + start) * gs, (mi[r] * width + start) * ms
-            g_bits, m_bits = g8[g_at : g_at + n * gs], m8[m_at : m_at + n * ms]
-            gw, mw = gb[:n], mb[:n]
+            g_bits, m_bits = part(g8, g_at, n * gs, np.uint8), part(m8, m_at, n * ms, np.uint8)
+            gw, mw = part(gb, 0, n, np.uint32), part(mb, 0, n, np.uint32)
             clean_g, clean_m = load(g_bits, gk, gt, gw), load(m_bits, mk, mt, mw)
             clean, large = clean_g > 0 and clean_m > 0, clean_g == 2 and clean_m > 0
             if not clean:
                 load_any(g_bits, gk, gt, gw)
                 load_any(m_bits, mk, mt, mw)
-            gf, mf = gw.view(np.float32), mw.view(np.float32)
-            part = n // run
+            gf, mf = part(gw, 0, n, np.float32), part(mw, 0, n, np.float32)
+            size = n // run
             if not clean:
                 for k in range(run):
-                    _leave_out(out[r + k], gf[k * part : (k + 1) * part], mf[k * part : (k + 1) * part])
-            qs, rels = q[start : start + n], rel[start : start + n]
-            if part % LANES == 0:
-                whole = part == width
-                add_rows(gf, mf, qs, rels, out, r, run, part, whole, large, eps, elements, g_bits, gs, m_bits, ms)
+                    x, y = part(gf, k * size, size, np.float32), part(mf, k * size, size, np.float32)
+                    leave_out(part(out, (r + k) * 11, 11, np.float64), x, y)
+            qs, rels = part(q, start, n, np.float64), part(rel, start, n, np.float64)
+            if size % LANES == 0:
+                whole = size == width
+                add_rows(gf, mf, qs, rels, out, r, run, size, whole, large, eps, elements, g_bits, gs, m_bits, ms)
             else:
                 for k in range(run):
-                    here, there = k * part, (k + 1) * part
-                    _add(out[r + k], gf[here:there], mf[here:there], qs[here:there], rels[here:there])
-                    if part == width:
-                        _finish(out[r + k], qs[here:there], rels[here:there])
+                    line = part(out, (r + k) * 11, 11, np.float64)
+                    d, far = part(qs, k * size, size, np.float64), part(rels, k * size, size, np.float64)
+                    x, y = part(gf, k * size, size, np.float32), part(mf, k * size, size, np.float32)
+                    _add(line, x, y, d, far)
+                    if size == width:
+                        _finish(line, d, far)
                 _elements(gf, qs, rels, eps, elements)
-            if part < width == start + part:
-                _finish(out[r], q[:width], rel[:width])
+            if size < width == start + size:
+                d, far = part(q, 0, width, np.float64), part(rel, 0, width, np.float64)
+                _finish(part(out, r * 11, 11, np.float64), d, far)
         r += run
 
 
@@ -178,8 +161,8 @@ def rows(
 def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
     """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
     for start in range(0, out.size, BLOCK):
-        stop = min(start + BLOCK, out.size)
-        if load(bits[start * size : stop * size], kind, table, out[start:stop]) == 0:
+        n = min(BLOCK, out.size - start)
+        if load(part(bits, start * size, n * size, np.uint8), kind, table, part(out, start, n, np.uint32)) == 0:
             return False
     return True
 
@@ -188,18 +171,21 @@ def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
 def structure(
     g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, gw: Any, mw: Any
 ) -> None:
-    """Adds kernels.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [6, width].
+    """Adds kernels.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [6 * width].
     gw, mw: uint32, room for the width."""
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
     ms = 1 if mk == 3 else (4 if mk == 2 else 2)
-    width: Any = sums.shape[1]
-    gf, mf = gw.view(np.float32), mw.view(np.float32)
-    dd, gg, gd, gd2, off = sums[0], sums[1], sums[2], sums[3], sums[5]
+    width: Any = sums.size // 6
+    gw, mw = part(gw, 0, width, np.uint32), part(mw, 0, width, np.uint32)
+    gf, mf = part(gw, 0, width, np.float32), part(mw, 0, width, np.float32)
+    dd, gg = part(sums, 0, width, np.float64), part(sums, width, width, np.float64)
+    gd, gd2 = part(sums, 2 * width, width, np.float64), part(sums, 3 * width, width, np.float64)
+    rows, off = part(sums, 4 * width, width, np.float64), part(sums, 5 * width, width, np.float64)
     count = 0.0
     for r in range(gi.size):
-        if not _load_row(g8[gi[r] * width * gs : (gi[r] + 1) * width * gs], gs, gk, gt, gw):
+        if not _load_row(part(g8, gi[r] * width * gs, width * gs, np.uint8), gs, gk, gt, gw):
             continue
-        if not _load_row(m8[mi[r] * width * ms : (mi[r] + 1) * width * ms], ms, mk, mt, mw):
+        if not _load_row(part(m8, mi[r] * width * ms, width * ms, np.uint8), ms, mk, mt, mw):
             continue
         norm = 0.0
         for i in range(width):
@@ -219,7 +205,7 @@ def structure(
             off[i] += d
         count += 1.0
     for i in range(width):
-        sums[4, i] += count
+        rows[i] += count
 
 
 # --- the loops as C functions of one signature, arrays as addresses: numba takes a third of a second to be imported ---
@@ -239,9 +225,10 @@ def _rows(
 ) -> None:  # fmt: skip
     size = max(width, BLOCK)
     rows(
-        carray(g, (gn,)), gk, carray(gt, (256,)), carray(gi, (n,)), carray(m, (mn,)), mk, carray(mt, (256,)),
-        carray(mi, (n,)), carray(out, (n, 11)), eps, carray(elements, (10,)), carray(a, (BLOCK,)), carray(b, (BLOCK,)),
-        carray(q, (size,)), carray(rel, (size,)),
+        part(g, 0, gn, np.uint8), gk, part(gt, 0, 256, np.uint32), part(gi, 0, n, np.int64),
+        part(m, 0, mn, np.uint8), mk, part(mt, 0, 256, np.uint32), part(mi, 0, n, np.int64),
+        part(out, 0, n * 11, np.float64), eps, part(elements, 0, 10, np.float64), part(a, 0, BLOCK, np.uint32),
+        part(b, 0, BLOCK, np.uint32), part(q, 0, size, np.float64), part(rel, 0, size, np.float64),
     )  # fmt: skip
 
 
@@ -250,19 +237,17 @@ def _structure(
     width: Any, eps: Any, elements: Any, a: Any, b: Any, q: Any, rel: Any,
 ) -> None:  # fmt: skip
     structure(
-        carray(g, (gn,)), gk, carray(gt, (256,)), carray(gi, (n,)), carray(m, (mn,)), mk, carray(mt, (256,)),
-        carray(mi, (n,)), carray(out, (6, width)), carray(a, (width,)), carray(b, (width,)),
+        part(g, 0, gn, np.uint8), gk, part(gt, 0, 256, np.uint32), part(gi, 0, n, np.int64),
+        part(m, 0, mn, np.uint8), mk, part(mt, 0, 256, np.uint32), part(mi, 0, n, np.int64),
+        part(out, 0, 6 * width, np.float64), part(a, 0, width, np.uint32), part(b, 0, width, np.uint32),
     )  # fmt: skip
 
 
-def objects() -> dict[str, tuple[str, list[str], bytes]]:
-    """By name of the loop: (its symbol, the symbols it does not define itself, object code). Takes some seconds."""
-    out = {}
-    for name, function in (("rows", _rows), ("structure", _structure)):
-        made = cfunc(SIGNATURE, error_model="numpy", fastmath=FAST)(function)
-        library = made._library
-        module = library._final_module
-        every = [*module.functions, *module.global_variables]
-        foreign = [x.name for x in every if x.is_declaration and not x.name.startswith("llvm.")]
-        out[name] = made.native_name, foreign, library.serialize_using_object_code()[2][0]
-    return out
+def code(name: str) -> tuple[str, list[str], bytes]:
+    """Of a loop: its symbol, the symbols it does not define itself, object code. Takes some seconds."""
+    made = cfunc(SIGNATURE, error_model="numpy", fastmath=FAST)({"rows": _rows, "structure": _structure}[name])
+    library = made._library
+    module = library._final_module
+    every = [*module.functions, *module.global_variables]
+    foreign = [x.name for x in every if x.is_declaration and not x.name.startswith("llvm.")]
+    return made.native_name, foreign, library.serialize_using_object_code()[2][0]

@@ -1,10 +1,10 @@
 """The loops' machine code, kept on disk and run without numba.
 
 The problem: importing numba and loading what it has compiled takes longer than measuring a gigabyte. The idea: the
-first time on a machine numba compiles the loops (loops.objects), and their object code goes into one file in the user's
-cache; later llvmlite alone loads it, in a tenth of the time (measured: 0.14 s, 0.85 s by numba from its own cache). The
-file's name and first line say which sources, which llvmlite and which processor it belongs to; one that does not fit is
-made anew.
+first time on a machine numba compiles the loops (loops.code), each in a process of its own, and their object code goes
+into files in the user's cache; later llvmlite alone loads it, in a tenth of the time (measured: 0.14 s, 0.85 s by numba
+from its own cache). A file's name and first line say which sources, which llvmlite and which processor it belongs to;
+one that does not fit is made anew.
 On Linux only, where this is tested; elsewhere, and wherever anything of it fails, numba runs the same loops itself.
 The file is as trusted as Python's own compiled files: it is read only where nobody else may write.
 Not here: the loops (loops.py), when they serve (rows.py).
@@ -30,10 +30,15 @@ from vllm_accprobe.kernels import BLOCK
 
 SOURCES = ("__init__.py", "bits.py", "vectors.py", "loops.py")
 _STUBBED = ("numba_", "NRT_")
-_MAGIC = "accprobe loops 1"
+_MAGIC = "accprobe loops 2"
 _MOST = 32 << 20
 _LINE = 64
 """Bytes of a line of the cache."""
+
+
+LOOPS = ("rows", "structure")
+Code = tuple[str, list[str], bytes]
+"""A loop's symbol, the symbols that it does not define itself, and its object code."""
 
 
 class Unusable(Exception):
@@ -92,7 +97,13 @@ def buffers(width: int) -> list[np.ndarray]:
 
 
 def loops() -> Loops:
-    """The loops from the file, which is made where there is none. Raises Unusable."""
+    """The loops from their files, which are made where there are none. Raises Unusable."""
+    llvm, name, place = _here()
+    return _loaded({loop: _code(loop, name, place) for loop in LOOPS}, llvm)
+
+
+def _here() -> tuple[Any, str, Path | None]:
+    """LLVM, the beginning of the files' names, and where they lie. Raises Unusable."""
     if not sys.platform.startswith("linux"):
         raise Unusable("not on this system")
     try:
@@ -102,41 +113,46 @@ def loops() -> Loops:
         raise Unusable(str(e)) from None
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    name = _name(llvmlite.__version__, llvm)
-    place = user_cache.directory()
+    return llvm, _name(llvmlite.__version__, llvm), user_cache.directory()
+
+
+def _code(loop: str, name: str, place: Path | None) -> Code:
+    """From its file, which a process that was started for it may still be writing; else compiled now."""
+    name = f"{name}-{loop}.bin"
     found = None if place is None else _read(place / name, name)
-    if found is None and place is not None and _EARLY:
-        child = _EARLY.pop()
+    child = _EARLY.pop(loop, None)
+    if found is None and place is not None and child is not None:
         try:
             child.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             child.kill()
         found = _read(place / name, name)
-    return _loaded(_made(name, place) if found is None else found, llvm)
+    return _made(loop, name, place) if found is None else found
 
 
-_EARLY: list[Child] = []
+_EARLY: dict[str, Child] = {}
 _PATIENCE_S = 60.0
 """Chosen: compiling takes a few seconds."""
 
 
 def compile_early() -> None:
-    """Where nothing is kept yet, starts another process that compiles, while this one opens dumps and pairs them: the
-    first comparison on a machine takes about a second less. It ends with this process."""
+    """Where nothing is kept yet, starts a process for each loop that compiles it, while this one opens dumps and pairs
+    them: the first comparison on a machine takes some seconds less. They end with this process."""
     place = user_cache.directory()
-    if place is None or not os.access(place, os.W_OK):  # what it compiles could not be kept
+    if place is None or not os.access(place, os.W_OK):  # what is compiled could not be kept
         return
     if not sys.platform.startswith("linux") or any(place.glob("loops-*.bin")):
         return
     nothing = subprocess.DEVNULL
     with contextlib.suppress(OSError):
-        _EARLY.append(Child("vllm_accprobe.kernels.native", stdin=nothing, stdout=nothing, stderr=nothing))
+        for loop in LOOPS:
+            _EARLY[loop] = Child("vllm_accprobe.kernels.native", loop, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def main() -> None:
-    """Of that process."""
+    """Of such a process."""
     with contextlib.suppress(Unusable):
-        loops()
+        _code(sys.argv[1], *_here()[1:])
 
 
 def _name(version: str, llvm: Any) -> str:
@@ -145,10 +161,10 @@ def _name(version: str, llvm: Any) -> str:
         digest.update(part.encode() + b"\0")
     for source in SOURCES:
         digest.update(Path(__file__).with_name(source).read_bytes())
-    return f"loops-{digest.hexdigest()}.bin"
+    return f"loops-{digest.hexdigest()}"
 
 
-def _read(path: Path, name: str) -> dict[str, tuple[str, list[str], bytes]] | None:
+def _read(path: Path, name: str) -> Code | None:
     """None for a file that is not there or not whole."""
     try:
         if path.stat().st_size > _MOST:
@@ -157,35 +173,30 @@ def _read(path: Path, name: str) -> dict[str, tuple[str, list[str], bytes]] | No
         head = json.loads(line)
         if head["name"] != name or head["hash"] != hashlib.blake2b(body, digest_size=16).hexdigest():
             return None
-        out, start = {}, 0
-        for loop, symbol, foreign, size in head["loops"]:
-            out[loop] = symbol, foreign, body[start : start + size]
-            start += size
-        return out
+        return head["symbol"], head["foreign"], body
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _made(name: str, place: Path | None) -> dict[str, tuple[str, list[str], bytes]]:
+def _made(loop: str, name: str, place: Path | None) -> Code:
     """Compiled now, and written down where that is possible."""
     try:
-        from vllm_accprobe.kernels.loops import objects
+        from vllm_accprobe.kernels.loops import code
 
-        made = objects()
+        symbol, foreign, body = code(loop)
     except Exception as e:  # whatever another release of numba does otherwise
         raise Unusable(f"{type(e).__name__}: {e}") from None
-    body = b"".join(code for _, _, code in made.values())
-    lines = [[loop, symbol, foreign, len(code)] for loop, (symbol, foreign, code) in made.items()]
-    head = {"name": name, "hash": hashlib.blake2b(body, digest_size=16).hexdigest(), "loops": lines}
+    digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+    head = {"name": name, "hash": digest, "symbol": symbol, "foreign": foreign}
     if place is not None:
         with contextlib.suppress(OSError):
             part = place / f"{name}.{os.getpid()}.part"
             part.write_bytes(json.dumps(head).encode() + b"\n" + body)
             part.replace(place / name)
-    return made
+    return symbol, foreign, body
 
 
-def _loaded(found: dict[str, tuple[str, list[str], bytes]], llvm: Any) -> Loops:
+def _loaded(found: dict[str, Code], llvm: Any) -> Loops:
     import ctypes
 
     _define({s for _, foreign, _ in found.values() for s in foreign}, llvm, ctypes)

@@ -178,10 +178,12 @@ class _ByNumba:
         self._loops = loops
 
     def rows(self, *args: Any) -> None:
-        self._loops.rows(*args, *_buffers(int(args[8][0, 0])))
+        *sides, out, eps, elements = args
+        self._loops.rows(*sides, out.reshape(-1), eps, elements, *_buffers(int(out[0, 0])))
 
     def structure(self, *args: Any) -> None:
-        self._loops.structure(*args, *_buffers(args[8].shape[1])[:2])
+        *sides, sums = args
+        self._loops.structure(*sides, sums.reshape(-1), *_buffers(sums.shape[1])[:2])
 
 
 def _buffers(width: int) -> list[np.ndarray]:

@@ -199,9 +199,9 @@ def read(source: str, note: Callable[[str], object] | None = None) -> list[Promp
     try:
         found = list(_lines(path))
     except UnicodeDecodeError:
-        raise PromptsError(f"{path} is no text in UTF-8") from None
+        raise PromptsError(f"{path} is no text in UTF-8: convert it, e.g. `iconv -f UTF-16 -t UTF-8`") from None
     if not found:
-        raise PromptsError(f"{path} has no prompts")
+        raise PromptsError(f"{path} has no prompts: write one on each line")
     ignored = Counter(name for line in found for name in line.ignored)
     if ignored and note is not None:
         names = [f"{name} ({n:,})" for name, n in ignored.most_common(_MOST_NAMED)]
