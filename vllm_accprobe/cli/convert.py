@@ -58,8 +58,8 @@ def convert(what: ConvertOptions, tensors: options.SelectionOptions) -> None:
         names = [str(what.place), *names]
     kind = to or (named.suffix.lstrip(".") if named is not None else "h5")
     if kind not in KINDS:
-        what = f"{kind} is" if kind else f"{named} has no ending, and names"
-        raise CommandError(f"--to: {what} none of {', '.join(KINDS)}")
+        subject = f"{kind} is" if kind else f"{named} has no ending, and names"
+        raise CommandError(f"--to: {subject} none of {', '.join(KINDS)}")
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
     if named is None and (kind != "h5" or not dump.is_dir()):

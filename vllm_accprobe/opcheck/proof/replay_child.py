@@ -158,7 +158,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in further.places), *further.taps])
     otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
     explained = explain(dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise,
-                        lambda plan: GoldenReads(*dumps, models[1], references, plan).rows)  # fmt: skip
+                        lambda plan: GoldenReads(dumps[0], dumps[1], models[1], references, plan).rows)  # fmt: skip
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
                         explained=explained, causes=causes)  # fmt: skip
     if left > 0:
