@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rounding_kernels import KINDS, MIXED, NEAREST, ORDERS, ZERO, Case, Inputs, Way, as_type, cases, draw, on_grid
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.kernels.float_formats import smallest
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import proved

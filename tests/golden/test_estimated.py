@@ -17,8 +17,8 @@ from vllm_accprobe.comparison.pair import SKIP
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.golden.estimated import ALONE, ESTIMATED, GOLDEN_NONFINITE, _sketches_of, compared_sides, is_routed
-from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import pack
+from vllm_accprobe.golden.pack_sketches import open_pack
 from vllm_accprobe.judge.near_ties import ROWS_BEHIND
 from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
 

@@ -13,7 +13,6 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.formats.io.pack_file import MOST, PROMPTS
-from vllm_accprobe.golden.opened import open_pack
 from vllm_accprobe.golden.pack import (
     BUDGET,
     CANNOT,
@@ -25,6 +24,7 @@ from vllm_accprobe.golden.pack import (
     public,
     rows_wanted,
 )
+from vllm_accprobe.golden.pack_sketches import open_pack
 
 MB = 1_000_000
 

@@ -27,7 +27,7 @@ from vllm_accprobe.dump.reader import Dump, open_dump  # noqa: E402
 from vllm_accprobe.formats.io import pack_file  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
 from vllm_accprobe.golden.answers import unpacked  # noqa: E402
-from vllm_accprobe.golden.opened import open_pack  # noqa: E402
+from vllm_accprobe.golden.pack_sketches import open_pack  # noqa: E402
 from vllm_accprobe.golden.prompts import MAX_TOKENS  # noqa: E402
 from vllm_accprobe.golden.stream import ANSWERS, TOP, streamed  # noqa: E402
 from vllm_accprobe.refusals import CommandError  # noqa: E402

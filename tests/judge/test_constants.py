@@ -17,7 +17,7 @@ SOURCES = ("derived:", "measured:", "chosen:")
 ELSEWHERE = {
     "constants.py": "they are here",
     "distributions.py": "of a continued fraction and a factorial series; compared with exact sums, they judge nothing",
-    "floor.py": "units of rounding, by dtype",
+    "rounding_unit.py": "units of rounding, by dtype",
     "statistic.py": "it is copied with gentest's tests; its own three numbers say where they come from",
     "sampling_rules.py": "MT19937, splitmix64 and a sampler's defaults are facts; what judges is in constants.py",
 }

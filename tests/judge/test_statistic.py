@@ -8,7 +8,7 @@ import pytest
 from scipy import special, stats
 
 from vllm_accprobe.judge import distributions as ours
-from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask, unit
+from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact, is_mask, unit
 from vllm_accprobe.judge.statistic import QUESTIONS, Chance
 
 

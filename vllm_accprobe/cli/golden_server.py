@@ -212,8 +212,8 @@ def check(what: CheckOptions, how: GoldenWorkOptions) -> None:
     """
     from vllm_accprobe.gate.sending.client import OtherIds
     from vllm_accprobe.golden import check as golden
-    from vllm_accprobe.golden.opened import open_pack
     from vllm_accprobe.golden.pack import PROMPTS
+    from vllm_accprobe.golden.pack_sketches import open_pack
     from vllm_accprobe.report import servers
 
     if what.pack.is_dir():

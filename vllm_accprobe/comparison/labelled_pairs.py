@@ -29,7 +29,7 @@ from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_fil
 from vllm_accprobe.dump.reader import Dump, row_space
 from vllm_accprobe.dump.schema import REPLICATED, Record, rank_dir, segment_name
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.judge.floor import flow_unit, is_exact
+from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact
 from vllm_accprobe.judge.tensor_errors import describe, row_errors, value_and_limit
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard

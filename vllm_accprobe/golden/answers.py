@@ -6,7 +6,7 @@ JSONL file. The first line says how it was made; then a line for each answered p
 made of a chat, and one reply for each pass. Log-probabilities are float32 numbers in their shortest decimal form, and
 become the same bits again. Whatever is read is checked by type; a prompt may name no file and no address.
 
-Elsewhere: the folder (gate/sending/replies.py), the zip (pack.py, opened.py).
+Elsewhere: the folder (gate/sending/replies.py), the zip (pack.py, pack_sketches.py).
 """
 
 from __future__ import annotations

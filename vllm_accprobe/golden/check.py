@@ -6,7 +6,7 @@ along golden's answers, with the probe on; the rows that the pack stores are cap
 into the budget, since the replay of attention needs all earlier rows. Other token ids of the same text are found before
 anything is captured.
 
-Elsewhere: the server, rows and passes (make.py), the pack (opened.py), the comparison itself (`accprobe compare`).
+Elsewhere: the server, rows and passes (make.py), the pack (pack_sketches.py), the comparison (`accprobe compare`).
 """
 
 from __future__ import annotations

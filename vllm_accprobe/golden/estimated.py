@@ -41,12 +41,12 @@ from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.io.pack_file import is_pack
-from vllm_accprobe.golden.opened import GoldenPack, open_pack
 from vllm_accprobe.golden.pack import SketchPlace, is_once_a_row, place_name, sketched_units, sketches_of
+from vllm_accprobe.golden.pack_sketches import GoldenPack, open_pack
 from vllm_accprobe.golden.sketch import FEW, Sketch, distances, turns_of
 from vllm_accprobe.judge.calibration import Calibration
-from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.origins import OriginEntry
+from vllm_accprobe.judge.rounding_unit import flow_unit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import Limits, Standard

@@ -6,7 +6,8 @@ sketches of others (sketch.py). What is read once a row (token ids, positions, t
 all rows; of modules the outer calls come before the inner ones, and all that are there have the same rows. A budget
 decides how many; all that is left out is counted. The dump's own words are written
 anew from what the reader understood, so that no path, host name or process number gets in. docs/golden.md says what is
-in a pack. Not here: reading (opened.py), the verdict of sketches (estimated.py), capturing no more than this (make.py).
+in a pack. Not here: reading (pack_sketches.py, formats/io/pack_file.py), the verdict of sketches (estimated.py), which
+rows are captured (make.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The problem: a model of rounding knows dtypes and depths, not that this model am
 side is run twice, with other batches, reduction order or dtype, and compared with itself. The result is a few numbers
 per tap, made once on the reference machine and carried to the other as a file. A limit is never below MARGIN times the
 floor, an origin that golden's own runs show as strongly is none; a floor never makes a limit tighter. Not here: making
-one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py).
+one from dumps (comparison/verdict/judging.py), the model of rounding (rounding_unit.py).
 """
 
 from __future__ import annotations

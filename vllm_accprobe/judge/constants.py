@@ -3,7 +3,7 @@
 The problem: it cannot be determined which tuned number condemned an operator on another machine. The idea: each is
 *derived* (a formula), *measured* (a script remakes it) or *chosen* (a reason) and stands here with that word; a test
 fails for a number without a source or elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from clean
-pairs. u is one rounding of the tensor's dtype (floor.py). Most limits are quantiles at one false-alarm rate
+pairs. u is one rounding of the tensor's dtype (rounding_unit.py). Most limits are quantiles at one false-alarm rate
 (statistic.py). Not here: the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
 """
 

@@ -1,7 +1,7 @@
 """Floating-point formats by torch's names: how many significant bits, and where normal numbers begin.
 
-Not here: how bits become numbers (dump/dtypes.py), what rounding alone allows (judge/floor.py). Copied next to the
-tests that gentest writes.
+Not here: how bits become numbers (dump/dtypes.py), the size of a rounding (judge/rounding_unit.py). Copied next to
+the tests that gentest writes.
 """
 
 from __future__ import annotations

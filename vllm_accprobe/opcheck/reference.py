@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 
 MARKS = REFERENCE, KERNEL = "__accprobe_references__", "__accprobe_device_kernels__"
 BY_ROWS = "__accprobe_by_rows__"

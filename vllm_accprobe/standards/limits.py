@@ -1,10 +1,10 @@
 """Limits by rows: how many units of rounding are allowed, and in which measures, with where each number comes from.
 
 The problem: one number cannot serve the first layer and the last, a wrong scale and a single wrong element. The idea: a
-`Standard` holds a few plain numbers; `Limits` follow from it, the unit (judge/floor.py) and the depth. Three measures
-of a row have a limit each: the relative L2 error, the norm ratio (a wrong scale moves it, noise hardly does) and the
-largest element. Numbers are derived, measured or chosen, as in judge/constants.py; u is one rounding of the tensor's
-dtype. Not here: which standards have such limits (ours.py), verdicts (judge/tensor_errors.py, judge/origins.py).
+`Standard` holds a few plain numbers; `Limits` follow from it, the unit (judge/rounding_unit.py) and the depth. Three
+measures of a row have a limit each: the relative L2 error, the norm ratio (a wrong scale moves it, noise hardly does)
+and the largest element. Numbers are derived, measured or chosen, as in judge/constants.py; u is one rounding of the
+tensor's dtype. Not here: which standards have such limits (ours.py), verdicts (judge/tensor_errors.py, judge/origins.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.io import pack_file
 from vllm_accprobe.formats.io.pack_file import INDEX, MANIFEST, SKETCHES, PackAltered, unpack, verify
-from vllm_accprobe.golden.opened import open_pack
+from vllm_accprobe.golden.pack_sketches import open_pack
 
 JOURNAL = "rank0000/journal.jsonl"
 Members = list[tuple[str, bytes]]

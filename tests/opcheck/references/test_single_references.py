@@ -11,7 +11,7 @@ from opcheck.samples.modules import adapters
 from opcheck.samples.sample import Draw
 from reference_calls import drawer, evaluated, same
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters

@@ -43,7 +43,7 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.runner_inputs import notes as state_notes
-from vllm_accprobe.comparison.verdict import blame, pair_status
+from vllm_accprobe.comparison.verdict import origin_entries, pair_status
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.record_table import LazyTable
@@ -59,8 +59,6 @@ from vllm_accprobe.judge.calibration import (
     joined,
     load,
 )
-from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
-from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.near_ties import (
     NOT_COMPARED,
     ROWS_BEHIND,
@@ -72,6 +70,8 @@ from vllm_accprobe.judge.near_ties import (
     unknown_routers,
 )
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
+from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact, is_mask
+from vllm_accprobe.judge.rounding_unit import unit as rounding_unit
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.judge.tensor_errors import (
@@ -107,7 +107,7 @@ def settle(
     traces: Sequence[TensorErrors], doubted: np.ndarray | None = None,
 ) -> RerouteNote:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``routing``, and forgives, in ``errors``, the rows
-    that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:
+    that come after one. rows: that the part speaks for; rounding: the model's unit (`flow_unit`); traces:
     of what lies before; doubted: bool [rows], which earlier rows that were not compared may have changed, so that
     logits far apart are no error."""
     keys = rows.keys
@@ -270,7 +270,7 @@ _TOGETHER = 1 << 16
 
 
 class LimitCheck:
-    """unit: the model's rounding unit (judge.floor.flow_unit). floor: what golden's own runs differ by, or None."""
+    """unit: the model's rounding unit (`flow_unit`). floor: what golden's own runs differ by, or None."""
 
     def __init__(self, standard: Standard, unit: float, floor: Calibration | None):
         self.standard, self.unit, self.floor = standard, unit, floor
@@ -508,12 +508,12 @@ class _Judge:
     log: RowLog
     floor: Calibration | None = None
     rate: float = FALSE_ALARM_RATE
-    pairs: blame.Compared = field(default_factory=list)
+    pairs: origin_entries.Compared = field(default_factory=list)
     traces: list[TensorErrors] = field(default_factory=list)
     waiting: list[tuple[pair_status.PairColumns, list[np.ndarray]]] = field(default_factory=list)
     replicas: int = 0
     routing: Routing = field(default_factory=Routing)
-    chosen: blame.Chosen = field(default_factory=dict)
+    chosen: origin_entries.Chosen = field(default_factory=dict)
 
     def run(self) -> Comparison:
         setting = self.measured.setting
@@ -532,7 +532,7 @@ class _Judge:
         self._make_pairs()
         alone = self._alone([p for p, _ in self.pairs])
         self._check_floor()
-        places = blame.Places(setting)
+        places = origin_entries.Places(setting)
         reported: dict[str, float] = {}
         flow = DataFlow(self.traces, self.tree)
         created = find_origins(flow, self.standard, setting.images, self.rate, reported, self.shelf)
@@ -540,25 +540,25 @@ class _Judge:
         routing = [(t, r, c) for (t, r, _), c in ((u.key, u.cls) for u in self.measured.units)]
         seen = [tap for tap, role, cls in routing if is_choice(role, cls) or is_logits(tap, role, cls)]
         unseen = unknown_routers(setting.attrs, seen)
-        created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
+        created = [origin_entries.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
         finder = GapFinder(setting.untapped, flow)
         gaps = [finder.of(c) for c in created]
         # A tap, or a gap, is named once, by the first tensor that shows it.
         first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}
         named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
         about = {**setting.untapped.classes, **setting.classes}, setting.settings
-        entries = [blame.origin_entry(c, setting, places, self.pairs, self.chosen) for c, _ in named]
+        entries = [origin_entries.origin_entry(c, setting, places, self.pairs, self.chosen) for c, _ in named]
         origins = [(c.trace.order, entry_of(e, gap, *about)) for e, (c, gap) in zip(entries, named, strict=True)]
-        steps = blame.steps_of(created)
+        steps = origin_entries.steps_of(created)
         every = in_all_layers([o["module"] for _, o in origins if not o["gap"]], {t.tap for t in self.traces})
         for (c, gap), (_, entry) in zip(named, origins, strict=True):
             entry["nonfinite"] = steps.get(c.tap, 0)
             entry["layers"] = None if gap else every.get(entry["module"])
         compared = [p for p, _ in self.pairs]
         origins = with_constants(origins, setting.settings, setting.modules, compared)
-        judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
+        judged = origin_entries.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         unrouted = self.routing.left[NOT_COMPARED]
-        flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged, unrouted)
+        flipped, sampler, judged = origin_entries.judge_flips(setting, self.traces, places, judged, unrouted)
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
@@ -637,7 +637,10 @@ class _Judge:
         if self.floor is None:
             return created, ""
         # A calibration knows an origin in a gap by the tap that showed it.
-        kept = [c for c in created if not any(self.floor.excuses(t, blame.size_of(c)[2]) for t in (c.tap, c.trace.tap))]
+        kept = [
+            c for c in created
+            if not any(self.floor.excuses(t, origin_entries.size_of(c)[2]) for t in (c.tap, c.trace.tap))
+        ]  # fmt: skip
         taps = sorted({c.tap for c in created} - {c.tap for c in kept})
         if not taps:
             return created, ""

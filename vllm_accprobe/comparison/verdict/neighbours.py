@@ -3,7 +3,7 @@
 The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's wrong. The
 idea: upstream edges are those of the judge (align/data_flow.py), named by whose output they are where equal bytes tell
 (plan/relations.py). An edge's error is its pair's in the step of the origin's first row, else the worst step's. Nearest
-first, at most `NEAREST`; the others are counted. Not here: who is an origin (blame.py), drawing (report/).
+first, at most `NEAREST`; the others are counted. Not here: who is an origin (origin_entries.py), drawing (report/).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Flow:
         return OriginNeighbours(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
 
     def _sink(self, module: str, role: str) -> PlainTensor | None:
-        """The origin's tensor: its own, or, between its children, one of theirs (blame.origin_entry). What a weight
+        """The origin's tensor: its own, or, between its children, one of theirs (`origin_entry`). What a weight
         spoils is the module's output."""
         child, _, inner = role.rpartition("/")
         tap, role = (child, inner) if child in self.flow.by_tap else (module, role)

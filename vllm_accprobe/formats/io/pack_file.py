@@ -4,7 +4,7 @@ The problem: a pack is downloaded; it may be a zip bomb, name paths outside of i
 manifest says. The idea: nothing is inflated before the central directory is known: only names that a pack has, each
 once, with sizes that fit the manifest and the limits; each member is then inflated to its size and no further, and its
 hash is compared. The rows lie in a folder that dump/reader.py opens as a dump, which trusts nothing either. Not here:
-what a pack holds (golden/pack.py), its sketches (golden/opened.py).
+what a pack holds (golden/pack.py), its sketches (golden/pack_sketches.py).
 """
 
 from __future__ import annotations

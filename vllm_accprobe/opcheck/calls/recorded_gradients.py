@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.dump.schema import OpCall
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.calls.operator_calls import LOST, NotKept
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER
 from vllm_accprobe.opcheck.calls.records import Calls, Captured

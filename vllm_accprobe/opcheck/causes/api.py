@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 
 from vllm_accprobe import extensions
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck import causes
 from vllm_accprobe.opcheck.calls import grid

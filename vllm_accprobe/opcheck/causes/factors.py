@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
     FACTOR,

@@ -35,7 +35,7 @@ from vllm_accprobe.opcheck.causes.attention_causes import CACHED, Past, by_reque
 from vllm_accprobe.opcheck.causes.factors import ANY
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
-from vllm_accprobe.opcheck.causes.rotary import ROTARY, at, by_table
+from vllm_accprobe.opcheck.causes.rotary_causes import ROTARY, at, by_table
 from vllm_accprobe.opcheck.causes.routing_causes import EXPERTS
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if
 from vllm_accprobe.opcheck.references import attention

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, CHANCE, PROVED, chi_square, deviations_of, normal, tail
 from vllm_accprobe.kernels.float_formats import smallest
 
@@ -175,7 +175,7 @@ def _work(y: Tensor, power: Tensor) -> Tensor:
 EXACT, NONFINITE = "exact", "nonfinite"
 _GRID = 2.0**-12
 """Units from this on are those of a grid of 16 bits or fewer, whose last rounding is half a step; below, the order of
-summation decides, and the unit is a standard error (judge/floor.py: 64 roundings)."""
+summation decides, and the unit is a standard error (judge/rounding_unit.py: 64 roundings)."""
 _LINES = 4096
 """Chosen: rows or columns beyond their limits whose equal numbers are found."""
 _EXPONENT = 0x7FF0_0000_0000_0000

@@ -31,7 +31,7 @@ _FILES = (
     "calls/random_inputs", "calls/views",
 )  # fmt: skip
 _FURTHER = {
-    "judge/floor.py": "floor", "judge/statistic.py": "statistic",
+    "judge/rounding_unit.py": "floor", "judge/statistic.py": "statistic",
     "kernels/formulas.py": "formulas", "kernels/float_formats.py": "float_formats",
     "dump/block_code.py": "block_code",
     "standards/measures.py": "measure_names", "standards/dtype_limits.py": "dtype_limits",

@@ -74,7 +74,7 @@ def _checked_message(pair: Pair, size: float, limit: float) -> str:
 
 
 _OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ", NOT_JUDGED)
-"""How clauses on a comparison's own limits begin (judge/tensor_errors.py, comparison/verdict/blame.py)."""
+"""How clauses on a comparison's own limits begin (judge/tensor_errors.py, comparison/verdict/origin_entries.py)."""
 
 
 OtherCache = tuple[str, str, float, float, float]

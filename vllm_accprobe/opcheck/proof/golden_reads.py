@@ -28,7 +28,7 @@ from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.rounding_unit import unit as rounding_unit
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.reference import Declined, Expected

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.dump.block_code import FORWARD, INSIDE
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.reference import (
     RECEIVED,
     Call,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.reference import BACKWARD, DIFFERENTIABLE, Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api, ours

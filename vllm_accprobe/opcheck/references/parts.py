@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.calls.case import mapped
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 

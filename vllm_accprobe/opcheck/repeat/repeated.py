@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows

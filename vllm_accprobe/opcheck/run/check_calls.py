@@ -21,7 +21,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import sentence
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.judge.statistic import BUDGET, Budget
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.case import closed

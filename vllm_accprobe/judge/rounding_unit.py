@@ -1,4 +1,4 @@
-"""How far apart rounding alone may put two results: the unit in which all limits are given.
+"""The relative error of one rounding in each dtype: the unit in which all limits are given.
 
 The problem: an error of 1e-3 is a defect in float32 and nothing in bfloat16. The idea: an operator computes in float32
 and rounds once to the tensor's dtype, by at most 2**-p for p significant bits [N. Higham, Accuracy and Stability of
