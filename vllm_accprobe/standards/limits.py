@@ -4,7 +4,7 @@ The problem: one number cannot serve the first layer and the last, a wrong scale
 `Standard` holds a few plain numbers; `Limits` follow from it, the unit (judge/rounding_unit.py) and the depth. Three
 measures of a row have a limit each: the relative L2 error, the norm ratio (a wrong scale moves it, noise hardly does)
 and the largest element. Numbers are derived, measured or chosen, as in judge/constants.py; u is one rounding of the
-tensor's dtype. Not here: which standards have such limits (ours.py), verdicts (judge/tensor_errors.py, judge/origins.py).
+tensor's dtype. Not here: which standards have such limits (ours.py), verdicts (judge/).
 """
 
 from __future__ import annotations
