@@ -244,16 +244,19 @@ def test_a_layer_that_gives_out_the_residual_stream_as_a_whole(first: str, whole
     assert ("model.layers.0", "output.0") in by_name(found.golden) or not whole
 
 
-def test_what_a_module_of_transformers_adds_to_its_child_is_not_vllm_s() -> None:
-    """Bloom's attention adds the residual stream, in code that no formula shows; vLLM's gives out its projection."""
+@pytest.mark.parametrize(("child", "taken"), [("RowParallelLinear", [1, 2]), ("FusedMoE", [11, 12])])
+def test_what_a_module_of_transformers_adds_to_its_child_is_not_vllm_s(child: str, taken: list[int]) -> None:
+    """Bloom's attention adds the residual stream, in code that no formula shows; vLLM's gives out its projection. A
+    child of experts may have shared ones in it, which transformers adds outside of its own."""
     theirs, own = Dump(run=THEIRS), Dump(run=VLLM)
     for dump, row in ((theirs, [11, 12]), (own, [1, 2])):
         dump.put("h.a.dense", "output.0", f32([1, 2]))
         dump.put("h.a", "output.0", f32(row))
-    own.modules = {0: [Module("h.a", "BloomAttention", 0, {"forward": {"output.0": "dense[0]"}})]}
+    attention = Module("h.a", "BloomAttention", 0, {"forward": {"output.0": "dense[0]"}})
+    own.modules = {0: [attention, Module("h.a.dense", child, 1, {})]}
     theirs.modules = {0: [Module("h.a", "BloomAttention", 0, {"forward": {}})]}
     found = bridge(theirs, own).golden
-    assert found.read(by_name(found)["h.a", "output.0"]).tolist() == [[1, 2]]
+    assert found.read(by_name(found)["h.a", "output.0"]).tolist() == [taken]
     theirs.modules = {0: [Module("h.a", "BloomAttention", 0, {"forward": {"output.0": "(dense[0] * 2)"}})]}
     found = bridge(theirs, own).golden  # golden's own code says otherwise: that is to be seen
     assert found.read(by_name(found)["h.a", "output.0"]).tolist() == [[11, 12]]

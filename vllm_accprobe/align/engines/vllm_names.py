@@ -232,6 +232,7 @@ def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
     tap. theirs: a dump of transformers; own: of vLLM."""
     modules = {m.tap: m for modules in theirs.modules.values() for m in modules}
     classes = {tap: m.cls for tap, m in modules.items()}
+    own_classes = {m.tap: m.cls for of in own.modules.values() for m in of}
     found: dict[str, tuple[TapRule, ...]] = {}
     for module in (m for modules in own.modules.values() for m in modules):
         tap, cls = module.tap, classes.get(module.tap)
@@ -246,7 +247,8 @@ def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
                 found[tap] = (_rule("query, key, value ← those of each group of heads", tap, *parts),)
         elif tap in modules and (known := object_at(modules[tap].attrs, "forward")) is not None:
             gives = _CHILD.fullmatch(str((object_at(module.attrs, "forward") or {}).get(OUTPUT, "")))
-            if gives is not None and OUTPUT not in known:
+            child = own_classes.get(f"{tap}.{gives[1]}", "") if gives is not None else ""
+            if gives is not None and OUTPUT not in known and child.endswith("Linear"):  # one layer is the same in both
                 found[tap] = (_rule(f"output ← {gives[1]}'s", tap, _one(OUTPUT, f"{tap}.{gives[1]}", OUTPUT)),)
     return found
 
