@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -234,39 +235,37 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def sent(words: str, columns: int, cwd: Path, terminal: bool) -> list[str]:
-    """The lines, without colours, that a terminal of so many columns or a pipe is sent on stdout: by a fork of this
-    process, which has imported all of it."""
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            os.close(ours)
-            for number, file in enumerate((os.open(os.devnull, os.O_RDWR), theirs, os.open(os.devnull, os.O_RDWR))):
-                os.dup2(file, number)
-            sys.stdin, sys.stdout, sys.stderr = (open(n, "r" if not n else "w", closefd=False) for n in range(3))  # noqa: SIM115
-            os.chdir(cwd)
-            os.environ |= {"COLUMNS": str(columns), "TERM": "xterm"}
-            for name in ("NO_COLOR", "FORCE_COLOR"):
-                os.environ.pop(name, None)
-            code = main(words.split())
-            sys.stdout.flush()
-        finally:
-            os._exit(code)
+def command(words: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_accprobe", *words.split()]
+
+
+def environ(columns: int) -> dict[str, str]:
+    kept: Mapping[str, str] = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    return {**kept, "COLUMNS": str(columns), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+
+
+def on_a_terminal(words: str, columns: int, cwd: Path) -> list[str]:
+    """The lines that a terminal of so many columns is sent on stdout, without colours."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(words), stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL, cwd=cwd,
+        env=environ(columns),
+    )  # fmt: skip
     os.close(theirs)
     said = b""
     with contextlib.suppress(OSError):
         while got := os.read(ours, 65536):
             said += got
     os.close(ours)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, 1, 3), said
+    assert process.wait() in (0, 1, 3)
     return ESCAPES.sub("", said.decode()).replace("\r", "").splitlines()
 
 
 @functools.cache
 def in_a_pipe(words: str, cwd: Path, columns: int = 40) -> list[str]:
-    return sent(words, columns, cwd, terminal=False)
+    done = subprocess.run(command(words), capture_output=True, text=True, cwd=cwd, env=environ(columns))
+    assert done.returncode in (0, 1, 3), done.stderr
+    return done.stdout.splitlines()
 
 
 def squeezed(lines: list[str]) -> str:
@@ -282,7 +281,7 @@ def numbers(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", SHOWN)
 def test_no_line_is_too_long_and_no_number_is_broken(name: str, columns: int, place: Path) -> None:
     words = SHOWN[name]
-    shown, whole = sent(words, columns, place, terminal=True), in_a_pipe(words, place)
+    shown, whole = on_a_terminal(words, columns, place), in_a_pipe(words, place)
     assert shown
     long = [line for line in shown if width_of(line) > columns]
     assert [line for line in long if len(line.split()) > 1 or "/" not in line] == []
@@ -300,7 +299,7 @@ def test_a_pipe_gets_lines_whole_whatever_the_columns(name: str, place: Path) ->
 
 
 def test_json_is_not_folded(place: Path) -> None:
-    assert json.loads("\n".join(sent("inspect --formats --json", 40, place, terminal=True)))["formats"]
+    assert json.loads("\n".join(on_a_terminal("inspect --formats --json", 40, place)))["formats"]
 
 
 @pytest.mark.parametrize(
