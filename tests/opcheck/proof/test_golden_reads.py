@@ -1,6 +1,7 @@
 """A golden without the module: its rows, in mine's calls, through mine's reference."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def test_an_attention_s_earlier_keys_are_golden_s(tmp_path: Path, scale: float, 
         mask = torch.full((ROWS, ROWS), -math.inf).triu(1)
         p = torch.softmax(torch.einsum("qhd,khd->hqk", *own[:2]) * scale + mask, -1)
         y = torch.einsum("hqk,khd->qhd", p, own[2]).reshape(ROWS, -1)
-        for step, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for step, (a, b) in enumerate(pairwise(cuts)):
             m.step(step, [(0, a, b - a)])
             named = zip(("query", "key", "value"), own, strict=True)
             m.call("attn", cls, {n: x[a:b].reshape(b - a, -1).to(dtype) for n, x in named}, y[a:b].to(dtype))
