@@ -121,9 +121,10 @@ def explain(
     units = [u for u in plan.units if not u.is_param and (
         place_of(*u.key) in wanted or u.key[0] in inside or not inside.isdisjoint(enclosing(u.key[0])))]  # fmt: skip
     right: Callable[[Unit], tuple[np.ndarray, str]] | None = None
-    for unit in units if computed is not None else ():
-        output = unit.key[1].startswith(("output", "inplace"))
-        if output and sides[0].groups(unit.golden)[2] not in ("", WRONG) and not sides[1].groups(unit.mine)[2]:
+    for unit in units:
+        if computed is None or not unit.key[1].startswith(("output", "inplace")):
+            continue
+        if sides[0].groups(unit.golden)[2] not in ("", WRONG) and not sides[1].groups(unit.mine)[2]:
             right = right or computed(plan)
             sides[0].learn(unit.golden, *right(unit))
     for unit in units:

@@ -98,12 +98,15 @@ class GoldenReads:
         at = found.at[keep]
         keys = np.asarray(met.rows.keys[torch.isin(row, at).numpy()])
         coarser = max(record.dtype, self._calls.dtype(record), key=rounding_unit)
-        taken = {n: None if (x := getattr(found, n)) is None else x[keep]
-                 for n in ("reference", "mine", "noise", "bound", "exact")}  # fmt: skip
+        taken: dict[str, Any] = {n: None if (x := getattr(found, n)) is None else x[keep]
+                                 for n in ("reference", "mine", "noise", "bound", "exact")}  # fmt: skip
         size = max(1, MOST // max(1, found.reference.shape[1]))  # judging takes eight times the memory
-        pieces = ({n: None if x is None else x[a : a + size] for n, x in taken.items()}
-                  for a in range(0, len(at), size))  # fmt: skip
-        return keys, all(replace(found, at=at, **piece).judge(coarser).passed for piece in pieces)
+
+        def passed(rows: slice) -> bool:
+            piece: dict[str, Any] = {n: None if x is None else x[rows] for n, x in taken.items()}
+            return bool(replace(found, at=at[rows], **piece).judge(coarser).passed)
+
+        return keys, all(passed(slice(a, a + size)) for a in range(0, len(at), size))
 
 
 class _InMine(Calls):
