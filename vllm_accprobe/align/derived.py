@@ -168,6 +168,15 @@ class Derived(Record):
         return self.label
 
 
+def plain(record: Record) -> Record | None:
+    """The tensor of the dump that ``record`` is as it is, under whatever name; None where it is made of any."""
+    while isinstance(record, Derived):
+        if len(record.parts) != 1 or record.transpose or record.heads:
+            return None
+        record = record.parts[0]
+    return record
+
+
 def derive(
     parts: Sequence[Record],
     tap: str,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.data_flow import OUTPUT, is_choice, is_logits, kind_of
-from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.derived import plain
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, Identity, identity
@@ -190,12 +190,10 @@ class _SketchedTensor:
 def _sketches_of(pack: GoldenPack, first: Record, key: Key) -> SketchPlace | None:
     """The sketches of a tensor under the name that its own tool has for it (transformers' input of down_proj is vLLM's
     output of act_fn); None of one that a mapping puts together of several."""
-    while isinstance(first, Derived):
-        if len(first.parts) != 1 or first.transpose or first.heads:
-            return None
-        first = first.parts[0]
-        key = first.tap, first.role, first.call
-    return pack.sketches.places.get(place_name(key))
+    own = plain(first)
+    if own is not None and own is not first:
+        key = own.tap, own.role, own.call
+    return None if own is None else pack.sketches.places.get(place_name(key))
 
 
 class _Estimates:

@@ -163,3 +163,42 @@ def test_a_gated_norm_without_a_gate_passes(tmp_path: Path) -> None:
     part = of_transformers("bamba.BambaRMSNormGated")
     rows = [r for r in rows_of(part, tmp_path / "d", gate=False) if r.tap == "part"]
     assert [r.status for r in rows] == [PASS], rows[0].message
+
+
+@pytest.mark.parametrize(("made", "status"), [
+    (lambda layers, kda: kda.FusedRMSNormGated(D, activation="sigmoid"), PASS),  # its gate's name is g
+    (lambda layers, kda: kda.FusedRMSNormGated(D, activation="swish"), PASS),
+    (lambda layers, kda: layers.RMSNormGated(D, norm_before_gate=True, activation="sigmoid"), PASS),
+    (lambda layers, kda: layers.RMSNormGated(D, norm_before_gate=False, activation="silu"), PASS),
+    (lambda layers, kda: layers.RMSNormGated(D, norm_before_gate=False, activation="sigmoid"), SKIP),
+])  # fmt: skip
+def test_a_gated_norm_of_vllm_follows_its_activation(made: Any, status: str, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import layernorm
+    from vllm.third_party.flash_linear_attention.ops import kda
+
+    def doubled(self, *args):
+        return self._forward_method(args[0], 2.0 * args[1])
+
+    with set_current_vllm_config(VllmConfig()):
+        for run, wanted in ((None, status), (doubled, FAIL if status == PASS else status)):
+            part = made(layernorm, kda)
+            rows = [r for r in rows_of(part, tmp_path / str(run is None), run) if r.tap == "part"]
+            assert [r.status for r in rows] == [wanted], rows[0].message
+
+
+class SpelledRMSNormGated(OddLayerNorm):
+    """silu, as z times its sigmoid."""
+
+    def forward(self, x, gate):
+        rest = torch.sigmoid(gate.float())
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * normal * gate.float() * rest).to(x.dtype)
+
+
+def test_a_sigmoid_of_a_source_is_no_gate_that_is_known(tmp_path: Path) -> None:
+    rows = [r for r in rows_of(SpelledRMSNormGated(), tmp_path) if r.tap == "part"]
+    assert [r.status for r in rows] == [SKIP]
+    assert "a sigmoid" in rows[0].message

@@ -1,78 +1,154 @@
 """A golden without the module: its rows, in mine's calls, through mine's reference."""
 
+import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.comparison.plan.units import Plan, make_plan
+from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.proof.explained import Explained, explain, place_of
+from vllm_accprobe.opcheck.proof import golden_reads
+from vllm_accprobe.opcheck.proof.explained import GOLDEN_TOO, WRONG, Explained, explain, place_of
 from vllm_accprobe.opcheck.proof.golden_reads import GoldenReads
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
+from vllm_accprobe.opcheck.run.pair import LEFT
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 ROWS, WIDTH = 12, 64
 PLACE = place_of("act", "output.0", 0)
 X = torch.randn(ROWS, 2 * WIDTH, generator=torch.Generator().manual_seed(4))
+REFERENCES = default_references()
+WRONG_ROW = (3, 1.1)
 
 
-def dump(root: Path, x: torch.Tensor, cls: str, steps: list[tuple[int, int]], wrong: int | None = None) -> Dump:
-    """silu(a) b. wrong: a row with another output."""
+def dump(
+    root: Path, x: torch.Tensor, cls: str, steps: list[tuple[int, int]], wrong: tuple[int, float] | None = None
+) -> Dump:
+    """silu(a) b. wrong: a row with another output, and what that is multiplied by."""
     m = Maker(root)
     m.module("<root>", "Tiny")
     m.module("act", cls)
-    m.request(0, ROWS)
+    m.request(0, len(x))
     y = torch.nn.functional.silu(x[:, :WIDTH].float()) * x[:, WIDTH:].float()
     if wrong is not None:
-        y[wrong] *= 1.1
+        y[wrong[0]] *= wrong[1]
     for step, (start, n) in enumerate(steps):
         m.step(step, [(0, start, n)])
         m.call("act", cls, {"x": x[start : start + n]}, y[start : start + n].to(x.dtype))
     return open_dump(m.close())
 
 
-def found(golden: Dump, mine: Dump) -> Explained:
-    references = default_references()
-
-    def replayed(of: Dump) -> list[CheckResult]:
-        calls = Calls(of, None)
-        return list(check_tap(calls, 0, "act", lambda c: references.evaluate(c.what), Options()))
-
-    def computed(plan: Plan):
-        return GoldenReads(golden, mine, None, references, plan).rows
-
-    checked = replayed(golden), replayed(mine)
-    assert not explain(golden, mine, checked, [PLACE], (), lambda: make_plan(golden, mine)).rows[PLACE]
-    return explain(golden, mine, checked, [PLACE], (), lambda: make_plan(golden, mine), None, computed)
+def replayed(of: Dump, tap: str = "act") -> list[CheckResult]:
+    calls = Calls(of, None)
+    return list(check_tap(calls, 0, tap, lambda c: REFERENCES.evaluate(c.what), Options()))
 
 
+def found(golden: Dump, mine: Dump, tap: str = "act", **more) -> Explained:
+    place = place_of(tap, "output.0", 0)
+    checked = replayed(golden, tap), replayed(mine, tap)
+    assert not explain(golden, mine, checked, [place], (), lambda: make_plan(golden, mine)).rows[place]
+    return explain(golden, mine, checked, [place], (), lambda: make_plan(golden, mine), None,
+                   lambda plan: GoldenReads(golden, Calls(mine, None), REFERENCES, plan, **more).rows)  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [golden_reads.MOST, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_golden_of_a_class_without_reference_is_checked_by_mine_s(tmp_path: Path, dtype: torch.dtype) -> None:
-    golden = dump(tmp_path / "golden", X.to(dtype), "Unknown", [(0, ROWS)])
-    mine = dump(tmp_path / "mine", (X * 1.02).bfloat16(), "SiluAndMul", [(0, 5), (5, 7)])
-    assert found(golden, mine).rows[PLACE] == {"r0": [(0, ROWS)]}
+def test_golden_of_a_class_without_reference_is_checked_by_mine_s(
+    tmp_path: Path, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden_reads, "MOST", most)  # in parts as well
+    x, n = torch.cat([X, X.flip(0)]), 2 * ROWS
+    golden = dump(tmp_path / "golden", x.to(dtype), "Unknown", [(0, n)])
+    mine = dump(tmp_path / "mine", (x * 1.02).bfloat16(), "SiluAndMul", [(0, 5), (5, n - 5)])
+    assert found(golden, mine).rows[PLACE] == {"r0": [(0, n)]}
 
 
-def test_a_golden_that_computed_something_else_explains_nothing_of_that_step(tmp_path: Path) -> None:
-    golden = dump(tmp_path / "golden", X, "Unknown", [(0, ROWS)], wrong=3)
+@pytest.mark.parametrize("most", [golden_reads.MOST, 1])
+def test_a_golden_that_computed_something_else_explains_nothing_of_that_step(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden_reads, "MOST", most)
+    golden = dump(tmp_path / "golden", X, "Unknown", [(0, ROWS)], wrong=WRONG_ROW)
     mine = dump(tmp_path / "mine", X.bfloat16(), "SiluAndMul", [(0, 5), (5, 7)])
     result = found(golden, mine)
     assert (result.rows[PLACE], PLACE in result.why) == ({"r0": [(5, ROWS)]}, True)
 
 
-def test_rows_that_golden_did_not_read_are_not_explained(tmp_path: Path) -> None:
-    golden = dump(tmp_path / "golden", X, "Unknown", [(0, 8)])
+def test_what_a_replay_of_golden_found_wrong_stays_wrong(tmp_path: Path) -> None:
+    """Wrong for float32, within the rounding of mine's bfloat16."""
+    golden = dump(tmp_path / "golden", X, "SiluAndMul", [(0, ROWS)], wrong=(3, 1.001))
     mine = dump(tmp_path / "mine", X.bfloat16(), "SiluAndMul", [(0, ROWS)])
-    plan = make_plan(golden, mine)
-    unit = next(u for u in plan.units if u.key == ("act", "output.0", 0))
-    assert len(GoldenReads(golden, mine, None, default_references(), plan).rows(unit)) == 8
+    result = found(golden, mine)
+    assert (dict(result.rows[PLACE]), result.why[PLACE]) == ({}, GOLDEN_TOO + WRONG)
+
+
+def test_nothing_is_computed_when_the_time_is_over_or_too_short_for_a_call(tmp_path: Path) -> None:
+    golden = dump(tmp_path / "golden", X, "Unknown", [(0, ROWS)])
+    mine = dump(tmp_path / "mine", X.bfloat16(), "SiluAndMul", [(0, 5), (5, 7)])
+    for more in ({"seconds": lambda: 0.0}, {"seconds": lambda: 1.0, "cost": lambda tap, place: 2.0}):
+        result = found(golden, mine, **more)
+        assert (dict(result.rows[PLACE]), result.why[PLACE]) == ({}, GOLDEN_TOO + LEFT)
+    left = iter([9.0, 9.0, 0.0])
+    result = found(golden, mine, seconds=lambda: next(left, 0.0))  # two places are begun, one is done
+    assert (result.rows[PLACE], result.why[PLACE]) == ({"r0": [(0, 5)]}, GOLDEN_TOO + LEFT)
+
+
+def test_rows_that_golden_did_not_read_are_not_explained(tmp_path: Path) -> None:
+    def rows(golden: Dump) -> int:
+        plan = make_plan(golden, mine)
+        unit = next(u for u in plan.units if u.key == ("act", "output.0", 0))
+        return len(GoldenReads(golden, Calls(mine, None), REFERENCES, plan).rows(unit)[0])
+
+    mine = dump(tmp_path / "mine", X.bfloat16(), "SiluAndMul", [(0, ROWS)])
+    assert rows(dump(tmp_path / "golden", X, "Unknown", [(0, 8)])) == 8
     x = X.clone()
     x[2] = float("nan")  # a value that is none shows nothing
-    golden = dump(tmp_path / "nan", x, "Unknown", [(0, 8)])
-    plan = make_plan(golden, mine)
-    unit = next(u for u in plan.units if u.key == ("act", "output.0", 0))
-    assert len(GoldenReads(golden, mine, None, default_references(), plan).rows(unit)) == 7
+    assert rows(dump(tmp_path / "nan", x, "Unknown", [(0, 8)])) == 7
+
+
+@pytest.mark.parametrize(("scale", "explained"), [(0.25, True), (0.2, False)])
+def test_an_attention_s_earlier_keys_are_golden_s(tmp_path: Path, scale: float, explained: bool) -> None:
+    """Mine comes in two steps, golden in one; golden's with another scale is none that mine's constants explain."""
+    q, k, v = (torch.randn(ROWS, 2, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def attention(root: Path, cls: str, scale: float, dtype: torch.dtype, cuts: list[int]) -> Dump:
+        m = Maker(root)
+        m.module("attn", cls, num_heads=2, num_kv_heads=2, head_size=16, scale=0.25)
+        m.request(0, ROWS)
+        own = [x.to(dtype).float() for x in (q * 1.02 if dtype == torch.bfloat16 else q, k, v)]
+        mask = torch.full((ROWS, ROWS), -math.inf).triu(1)
+        p = torch.softmax(torch.einsum("qhd,khd->hqk", *own[:2]) * scale + mask, -1)
+        y = torch.einsum("hqk,khd->qhd", p, own[2]).reshape(ROWS, -1)
+        for step, (a, b) in enumerate(pairwise(cuts)):
+            m.step(step, [(0, a, b - a)])
+            named = zip(("query", "key", "value"), own, strict=True)
+            m.call("attn", cls, {n: x[a:b].reshape(b - a, -1).to(dtype) for n, x in named}, y[a:b].to(dtype))
+        return open_dump(m.close())
+
+    golden = attention(tmp_path / "golden", "Unknown", scale, torch.float32, [0, ROWS])
+    mine = attention(tmp_path / "mine", "Attention", 0.25, torch.bfloat16, [0, 5, ROWS])
+    result = found(golden, mine, "attn").rows[place_of("attn", "output.0", 0)]
+    assert result == ({"r0": [(0, ROWS)]} if explained else {})
+
+
+def test_integers_are_none_of_golden_s(tmp_path: Path) -> None:
+    """Mine's own choice of experts would stand for golden's."""
+    root, mine = (Maker(tmp_path / name) for name in ("golden", "mine"))
+    logits = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    for m, cls, ids in ((root, "Unknown", logits.topk(2).indices.flip(0)), (mine, "TopK", logits.topk(2).indices)):
+        m.module("gate", cls)
+        m.request(0, ROWS)
+        m.step(0, [(0, 0, ROWS)])
+        m.call("gate", cls, {"x": logits}, ids)
+    golden, own = open_dump(root.close()), open_dump(mine.close())
+    plan = make_plan(golden, own)
+    reads = GoldenReads(golden, Calls(own, None), REFERENCES, plan)
+    unit = next(u for u in plan.units if u.key == ("gate", "output.0", 0))
+    captured = next(iter(reads._calls.of(0, "gate")))
+    keys, passed = reads._checked(captured, "output.0", golden_reads.Expected(captured.what.outputs["output.0"]))
+    assert (len(keys), passed, len(reads.rows(unit)[0])) == (0, False, 0)

@@ -96,6 +96,10 @@ class ModuleIndex:
     def read(self, record: Record) -> Any:
         return to_torch(self.dump.read(record), record.dtype)
 
+    def read_rows(self, record: Record, rows: slice) -> Any:
+        """Some rows of a tensor whose rows lie along the first dimension."""
+        return to_torch(self.dump.read_rows(record, rows), record.dtype)
+
     def call(
         self, rank: int, tap: str, cls: str, records: Mapping[str, Record], read: Callable[[Record], Any] | None = None
     ) -> Call:  # fmt: skip

@@ -35,7 +35,7 @@ from vllm_accprobe.dump.schema import Module, OpCall, Record, RowSpace
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.judge.statistic import RATE, Budget
 from vllm_accprobe.opcheck.calls import grid
-from vllm_accprobe.opcheck.calls.module_index import ModuleIndex, to_torch
+from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours, Past
 from vllm_accprobe.opcheck.calls.operator_calls import LOST, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.compat.ait import globs_of
@@ -493,7 +493,7 @@ class Calls(ModuleIndex):
 
             def read(record: Record, rows: slice = slice(a, b)) -> Any:
                 whole = replace(record, shape=(space.n, *record.shape[1:]))
-                return to_torch(self.dump.read_rows(whole, rows), record.dtype)
+                return self.read_rows(whole, rows)
 
             try:
                 what, extra = self._with_extra(rank, tap, cls, step, n, part, read)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.derived import Derived, Relations
+from vllm_accprobe.align.derived import Derived, Relations, plain
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
@@ -102,12 +102,12 @@ def place_of(tap: str, role: str, call: int) -> str:
 def explain(
     golden: Dump, mine: Dump, checked: tuple[Iterable[CheckResult], Iterable[CheckResult]], wanted: Collection[str],
     taps: Collection[str], planned: Callable[[], Plan], otherwise: Mapping[str, str] | None = None,
-    computed: Callable[[Plan], Callable[[Unit], np.ndarray]] | None = None,
+    computed: Callable[[Plan], Callable[[Unit], tuple[np.ndarray, str]]] | None = None,
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
     places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed;
-    otherwise: by tap, why golden's module is another operator (prove.py); computed: of a plan, which rows of a unit
-    golden computed rightly though it has no call of it (golden_reads.py)."""
+    otherwise: by tap, why golden's module is another operator (prove.py); computed: of a plan, which rows of an output
+    golden computed rightly though it has no call of it, and why others were not checked (golden_reads.py)."""
     if not wanted and not taps:
         return Explained()
     plan = planned()
@@ -120,11 +120,13 @@ def explain(
     inside = frozenset(taps)
     units = [u for u in plan.units if not u.is_param and (
         place_of(*u.key) in wanted or u.key[0] in inside or not inside.isdisjoint(enclosing(u.key[0])))]  # fmt: skip
-    if computed is not None and any(sides[0].groups(u.golden)[2] for u in units):
-        right = computed(plan)
-        for unit in units:
-            if sides[0].groups(unit.golden)[2] and not sides[1].groups(unit.mine)[2]:
-                sides[0].learn(unit.golden, right(unit))
+    right: Callable[[Unit], tuple[np.ndarray, str]] | None = None
+    for unit in units:
+        if computed is None or not unit.key[1].startswith(("output", "inplace")):
+            continue
+        if sides[0].groups(unit.golden)[2] not in ("", WRONG) and not sides[1].groups(unit.mine)[2]:
+            right = right or computed(plan)
+            sides[0].learn(unit.golden, *right(unit))
     for unit in units:
         place = place_of(*unit.key)
         rows[place], reason = _unit(unit, sides, plan)
@@ -172,7 +174,7 @@ class _Replayed:
         self._steps: dict[tuple[int, int | None], list[Record]] = {}
         self._made: dict[tuple[int, int | None], dict[str, Record]] = {}
         self._known: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
-        self._computed: dict[tuple[int, int | None, int], tuple[np.ndarray, str]] = {}
+        self._computed: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._relations: tuple[tuple[int, int | None], Relations] | None = None
 
     def groups(self, groups: Sequence[Group]) -> tuple[np.ndarray, set[int], str]:
@@ -200,15 +202,19 @@ class _Replayed:
             bad.append(np.setdiff1d(every, found))
         return np.setdiff1d(np.unique(np.concatenate(good)), np.concatenate(bad)), whole, why
 
-    def learn(self, groups: Iterable[Group], keys: np.ndarray) -> None:
-        """These rows of the groups are right, where a group is a tensor of the dump as it is."""
-        for r in (r for g in groups for r in g.records):
-            while isinstance(r, Derived) and len(r.parts) == 1 and not r.transpose:
-                r = r.parts[0]
-            own = None if isinstance(r, Derived) or not len(keys) else self._keys(r)
-            if own is not None and len(found := np.intersect1d(own, keys)):
-                self._computed[r.rank, r.step, r.seq] = found, self.record(r)[1] if len(found) < len(own) else ""
-        self._known.clear()
+    def learn(self, groups: Iterable[Group], keys: np.ndarray, left: str) -> None:
+        """These rows of the groups are right, too, where a group is a tensor of the dump as it is, and no replay found
+        it wrong. left: why others were not checked."""
+        found: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
+        for r in (own for g in groups for one in g.records if (own := plain(one)) is not None):
+            every, (known, why) = self._keys(r), self.record(r)
+            if every is None or why in ("", WRONG) or not (len(keys) or left):
+                continue
+            more = np.union1d(np.intersect1d(every, keys), _NONE if known is None else known)
+            found[r.rank, r.step, r.seq] = more if len(more) else None, left or why if len(more) < len(every) else ""
+        if found:
+            self._computed |= found
+            self._known.clear()
 
     def record(self, r: Record) -> tuple[np.ndarray | None, str]:
         """(keys of its explained rows, or an empty array for a tensor without rows that is; None for nothing, why)."""

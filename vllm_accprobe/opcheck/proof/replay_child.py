@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import select
 import sys
 import time
@@ -77,7 +78,7 @@ class _Progress:
 
 
 class _Ends:
-    """Whether the time is over: since it began to replay, or because somebody says so."""
+    """Whether the time is over: since it is made, or because somebody says so."""
 
     def __init__(self, seconds: float | None, interrupted: bool = False):
         self._until = None if seconds is None else time.monotonic() + seconds
@@ -87,6 +88,10 @@ class _Ends:
         # nobody reads it, so that all processes see it
         self.interrupted = self.interrupted or bool(select.select([0], [], [], 0)[0])
         return self.interrupted or (self._until is not None and time.monotonic() >= self._until)
+
+    def seconds(self) -> float:
+        """How many are left."""
+        return 0.0 if self() else math.inf if self._until is None else self._until - time.monotonic()
 
 
 def _proof(arguments: argparse.Namespace, say: Any) -> str:
@@ -157,8 +162,12 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     further = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
     taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in further.places), *further.taps])
     otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
-    explained = explain(dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise,
-                        lambda plan: GoldenReads(dumps[0], dumps[1], models[1], references, plan).rows)  # fmt: skip
+    # What the replay has left of its time: none of it passed while the comparison was waited for.
+    rest = _Ends(None if arguments.seconds is None else arguments.seconds - took, ends.interrupted)
+    explained = explain(
+        dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise,
+        lambda plan: GoldenReads(dumps[0], sides[1], references, plan, rest.seconds, planner.cost_of_mine).rows,
+    )  # fmt: skip
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
                         explained=explained, causes=causes)  # fmt: skip
     if left > 0:

@@ -291,7 +291,7 @@ _GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 def gated_rms(call: Call) -> Expected:
     x = call.wide("x", "hidden_states", "0")
     eps, weight = float(call.attr(*EPSILONS)), param_if(call, "weight")
-    z = call.inputs.get("z", call.inputs.get("gate"))
+    z = call.maybe("z", "gate", "g", "1")
     words = set(call.attrs.get(CODE) or ())
     decline_if(bool(words & {"view", "reshape"}), "its source norms groups of channels")
     if z is None:
@@ -301,6 +301,9 @@ def gated_rms(call: Call) -> Expected:
     named = words or {str(call.attrs.get("activation", "silu"))}
     gates = {_GATES[name] for name in named & _GATES.keys()}
     decline_if(len(gates) != 1, "its source has another gate than silu or sigmoid")
+    # z * sigmoid(z), in whatever words, is silu
+    spelled = bool(words) and torch.sigmoid in gates and call.attrs.get("activation") != "sigmoid"
+    decline_if(spelled, "its source takes a sigmoid, alone or as a part of silu")
     gate = gates.pop()(z.double())
     if GATE_FIRST in words or not call.attr("norm_before_gate", default=True):
         decline_if(not named & {"silu", "swish"}, "its source norms behind another gate than silu")

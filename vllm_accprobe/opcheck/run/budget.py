@@ -164,6 +164,10 @@ class Planner:
             seconds += self._speed.product * _ATTENDED * width * self._looked_back(calls, rank, records)
         return seconds * share + _PER_CALL * max(1, sum(r.startswith(("output", "inplace")) for r in records))
 
+    def cost_of_mine(self, tap: str, place: Place) -> float:
+        """Seconds of a call of rank 0 while other programs run as now."""
+        return self.cost(1, 0, tap, self._sides[1].cls_of(0, tap), place, None) * self._speed.slower
+
     @staticmethod
     def _looked_back(calls: Calls, rank: int, records: Mapping[str, Record]) -> int:
         record = next((r for r in records.values() if r.rows), None)
