@@ -12,8 +12,6 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
-from vllm_accprobe.comparison.pair import ratio
-
 MISSING = "–"
 """What stands where a number does not exist (a cosine of zero vectors, the limit of a skipped pair)."""
 
@@ -79,6 +77,8 @@ def more(total: int, shown: int, where: str) -> list[str]:
 
 def times(value: float | None, limit: float | None) -> str:
     """``13x``, ``1.04x``; empty where ``ratio`` is None or infinite."""
+    from vllm_accprobe.comparison.pair import ratio  # brings numpy, which completion by Tab does without
+
     r = ratio(value, limit)
     return "" if r is None or math.isinf(r) else f"{factor(r)}x"
 

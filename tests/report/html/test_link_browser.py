@@ -9,6 +9,7 @@ from on_the_page import click_cell, column, shown
 from report_examples import CULPRIT, EVIL, comparison, pair, realistic, with_rows
 
 from vllm_accprobe.comparison.result import COLUMNS
+from vllm_accprobe.comparison.pair import Pairs
 from vllm_accprobe.report.table import cell, pair_lines
 
 pytestmark = pytest.mark.browser
@@ -114,7 +115,7 @@ def saved(page):
 def written(pairs):
     """What compare.csv has of them, as texts."""
     out = io.StringIO()
-    out.writelines(pair_lines(pairs, None))
+    out.writelines(pair_lines(Pairs(pairs), None))
     return list(csv.reader(io.StringIO(out.getvalue())))
 
 
