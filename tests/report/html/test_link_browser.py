@@ -8,8 +8,8 @@ import pytest
 from on_the_page import click_cell, column, shown
 from report_examples import CULPRIT, EVIL, comparison, pair, realistic, with_rows
 
-from vllm_accprobe.comparison.result import COLUMNS
 from vllm_accprobe.comparison.pair import Pairs
+from vllm_accprobe.comparison.result import COLUMNS
 from vllm_accprobe.report.table import cell, pair_lines
 
 pytestmark = pytest.mark.browser
