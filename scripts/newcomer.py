@@ -96,9 +96,10 @@ BEFORE = {
 """What the page's text takes for done before a line."""
 ONCE = ("pip install .", "bash scripts/demo.sh", "accprobe doctor")
 """Typed in the first part that has them."""
-FAULTY = re.compile(r"--out (mine-\w+|itself)$|^VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine ")
+FAULTY = re.compile(r"--out mine-\w+$|^VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine ")
 """On the second machine, where a fault is planted."""
-FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3, "rows": "position>=8"}'"""
+FAULT = """'{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.3}'"""
+"""In all rows: a condition on them is false while vLLM traces what it compiles, and stays false."""
 DIFFERS = ("gate", "compare", "opcheck", "eval-diff")
 """Commands that end with 1 in these parts, since a fault is there to be found."""
 ENDS: dict[str, tuple[int, ...]] = {
@@ -218,7 +219,7 @@ def main() -> int:
                     shell.type(served(earlier) if _SERVES.match(earlier) else earlier)
                 typed = line.replace("REPOSITORY", shlex.quote(str(ROOT)))
                 if part.name == "machines" and FAULTY.search(line):
-                    typed = f"ACCPROBE_FAULT={FAULT} {typed}"
+                    typed = f"VLLM_DISABLE_COMPILE_CACHE=1 ACCPROBE_FAULT={FAULT} {typed}"  # nobody else loads it
                 load = os.getloadavg()[0]
                 code, took, used = shell.type(served(typed) if _SERVES.match(line) else typed)
                 good = code in expected(line)

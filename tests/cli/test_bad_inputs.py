@@ -50,7 +50,7 @@ def refused(capsys: Any, words: list[str]) -> tuple[int, str]:
         (["convert", "plain", "MODEL"], "no ending"),
         (["golden", "check", "golden", "--", "vllm", "serve", "MODEL"], "is a folder"),
         (["eval-diff", "golden", "mine"], "it is a dump"),
-        (["gate", "vllm serve MODELL", "vllm serve MODEL"], "did you mean MODEL?"),
+        (["gate", "HF_HUB_OFFLINE=1 vllm serve MODELL", "vllm serve MODEL"], "did you mean MODEL?"),
         (["compare", "golden", "mine", "--op-mapping-file", "nowhere"], "nowhere"),
         (["compare", "golden", "mine", "--format", "xml"], "xml"),
         (["gentest", "golden"], "--failed"),

@@ -25,7 +25,7 @@ MODULES = ["norm", "linear", "*.self_attn.attn,lm_head", "*.layers.1,*.layers.2.
 
 CASES = [
     *[(model, {}, 1) for model in ("qwen2", "qwen2-moe", "deepseek-v2")],
-    ("qwen2", {}, 2),
+    *[(model, {}, 2) for model in ("qwen2", "deepseek-v2")],
     ("deepseek-v2", {"VLLM_ACCPROBE_PRESET": "first-look", "VLLM_ACCPROBE_TOKENS": "0"}, 2),
     ("qwen2", {"VLLM_ACCPROBE_MODULES": "mlp", "VLLM_ACCPROBE_PARTS": "input"}, 1),
     ("qwen2-moe", {"VLLM_ACCPROBE_MODULES": "linear,norm"}, 1),
@@ -33,7 +33,7 @@ CASES = [
 """A dense model, experts, latent attention; two ranks; a preset, modules and parts."""
 MORE = [
     *[(model, {}, 1) for model in ("qwen3", "qwen3-moe", "mixtral")],
-    *[(model, {}, 2) for model in ("mixtral", "qwen2-moe", "deepseek-v2")],
+    *[(model, {}, 2) for model in ("mixtral", "qwen2-moe")],
     ("qwen2", {"VLLM_ACCPROBE_PRESET": "first-look", "VLLM_ACCPROBE_TOKENS": "0"}, 1),
     *[("qwen2", {"VLLM_ACCPROBE_MODULES": words}, 1) for words in MODULES],
     *[("deepseek-v2", {"VLLM_ACCPROBE_MODULES": words}, 1) for words in ("attention,!norm", "mlp")],

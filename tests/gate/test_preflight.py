@@ -136,6 +136,15 @@ def test_a_fault_is_found_before_a_start(words, here, ports, capsys, monkeypatch
     assert not (here / "started").exists()
 
 
+def test_a_name_of_the_hub_that_resembles_a_folder_here_is_started(here: Path, capsys: Any) -> None:
+    for trained, name in (("gpt-2", "gpt2"), ("bert-base-cased", "bert-base-uncased")):
+        shutil.copytree("m", trained)
+        assert main(["send", "p.txt", "--engine", f"vllm serve {name}", "--out", "o"]) == 2
+        assert f"{name} is no folder here; did you mean {trained}?" in (said := capsys.readouterr().err)
+        assert "ended with exit code 3 before it served" in said
+        (here / "started").unlink()
+
+
 @pytest.mark.parametrize("model", ["m", "blob", "m.gguf"])
 def test_a_start_is_seen(model: str, here: Path, capsys: Any) -> None:
     """Else the table above could not fail: a command without a fault is started, with its limit on a CPU. blob: GGUF

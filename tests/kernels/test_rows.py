@@ -101,6 +101,17 @@ def test_integers_go_to_the_oracle():
     assert table[:, definition.MAX_D].tolist() == [0.0, 2.0]
 
 
+def test_bits_of_another_size_are_refused():
+    """The loops read as many bytes as the dtype's elements have, whatever the array has."""
+    at = np.arange(2)
+    right = np.zeros((2, 64), np.float32), "float32", at
+    wrong = [(np.zeros((2, 64), kind), dtype, at) for kind in ("u1", "u8") for dtype in ("float32", "bfloat16")]
+    for sides in [*((right, w) for w in wrong), *((w, right) for w in wrong)]:
+        for function in (rows.rows, rows.structure_sums):
+            with pytest.raises(ValueError, match="does not hold the bits of"):
+                function(*sides[0], *sides[1], widen)
+
+
 def test_bad_indices_are_refused():
     g = np.zeros((2, 4), np.uint16)
     with pytest.raises(IndexError, match="outside an array of 2 rows"):

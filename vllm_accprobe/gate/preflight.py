@@ -96,10 +96,6 @@ def check(command: ServeCommand, *, captured: bool = False) -> None:
 def _check_model(model: str | None) -> None:
     path = Path(model or "")
     named = model is not None and "://" not in model and path.suffix != ".gguf"
-    if named and not path.exists() and path.name == model:  # the hub's own names have a slash, but for its oldest
-        here = [p.parent.name for name in CONFIGS for p in Path().glob(f"*/{name}")]
-        if near := difflib.get_close_matches(model, here, 1, _NEAR):
-            raise NotServed(f"{model} is no folder here: did you mean {near[0]}?")
     if not named or not (path.exists() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
         return
     if path.is_file():
@@ -113,8 +109,18 @@ def _check_model(model: str | None) -> None:
         raise NotServed(f"{model} has no {CONFIGS[0]}: write the path of a model's folder as it is from here")
 
 
+def meant(model: str | None) -> str:
+    """``M is no folder here; did you mean N?``, of a folder with almost the same name; else "". A guess: the hub has
+    names without a slash, too (`gpt2`), and whoever trains one further calls the folder alike."""
+    if model is None or not model or Path(model).name != model or Path(model).exists():
+        return ""
+    here = [p.parent.name for name in CONFIGS for p in Path().glob(f"*/{name}")]
+    near = difflib.get_close_matches(model, here, 1, _NEAR)
+    return f"{model} is no folder here; did you mean {near[0]}?" if near else ""
+
+
 _NEAR = 0.8
-"""Chosen: difflib's ratio of a name to what was meant, a letter or two apart. `gpt2` is not taken for `gpt2-tiny`."""
+"""Chosen: difflib's ratio of a name to what was meant, a letter or two apart."""
 _OFFLINE = "HF_HUB_OFFLINE"
 
 
@@ -127,8 +133,9 @@ def _check_offline(model: str | None, command: ServeCommand) -> None:
     home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
     kept = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{str(model).replace('/', '--')}")
     if not Path(str(model)).exists() and not kept.is_dir():
+        todo = meant(model) or "give the path of the model's folder"
         raise NotServed(f"{model} is not a folder on this machine, {_OFFLINE}=1 forbids downloading it, and "
-                        f"{kept} does not exist: give the path of the model's folder")  # fmt: skip
+                        f"{kept} does not exist: {todo}")  # fmt: skip
 
 
 def _knows(package: Path, command: ServeCommand) -> bool:

@@ -42,7 +42,7 @@ _REFUSED = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--headless")
 @dataclass(frozen=True)
 class ServerCommand:
     """words: the command as it is run. url: where it serves, "" for a program that ends by itself. key: for its
-    clients; never printed. note: what was added to the user's words, for people."""
+    clients; never printed. note: what was added to the user's words, and what they may have meant, for people."""
 
     words: tuple[str, ...]
     url: str = ""
@@ -95,7 +95,7 @@ def checked(line: ServeCommand, *, captured: bool = False) -> ServerCommand:
     server = server_command(words, line.full())
     if not server.url:
         raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and name its URL")
-    return replace(server, note=note)
+    return replace(server, note="; ".join(filter(None, (preflight.meant(preflight.model_of(line)), note))))
 
 
 def serves(parts: Sequence[str]) -> bool:

@@ -4,8 +4,8 @@ The problem: bfloat16, float16 and 8-bit floats must become numbers at the speed
 finite must be found on the way. The idea: an integer maximum over a block's bits tells whether all are finite, so that
 a clean block (nearly all are) runs through loops without branches.
 What it takes to get vector code out of LLVM, each measured: maxima through llvm.maxnum with nnan and nsz (only ever of
-finite numbers); slices before loops, because an index that may be negative is checked for it; integer results narrowed
-back to 32 bits, because numba widens them.
+finite numbers); parts of arrays that nothing checks (`part`), because an index that may be negative is; integer results
+narrowed back to 32 bits, because numba widens them.
 Not here: sums (loops.py), the machine code on disk (native.py).
 """
 

@@ -137,7 +137,7 @@ _PATIENCE_S = 60.0
 
 def compile_early() -> None:
     """Where nothing is kept yet, starts a process for each loop that compiles it, while this one opens dumps and pairs
-    them: the first comparison on a machine takes some seconds less. They end with this process."""
+    them. They end with this process."""
     place = user_cache.directory()
     if place is None or not os.access(place, os.W_OK):  # what is compiled could not be kept
         return

@@ -27,6 +27,8 @@ from vllm_accprobe.kernels.formulas import eps_of
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _TABLE8 = 3
 """8-bit floats, whose numbers stand in a table. What the loops do with each kind: bits.py."""
+_SIZES = (2, 2, 4, 1)
+"""Bytes of an element, by kind."""
 Widen = Callable[[np.ndarray, str], np.ndarray]
 
 
@@ -113,6 +115,8 @@ def _rows(index: np.ndarray) -> np.ndarray:
 
 def _side(data: np.ndarray, dtype: str, rows: np.ndarray, widen: Widen) -> tuple[Any, ...]:
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    if flat.size != data.size * _SIZES[_kind(dtype)]:  # the loops read so many bytes, and check nothing
+        raise ValueError(f"an array of {data.dtype} does not hold the bits of {dtype}")
     return flat, _kind(dtype), _table(dtype, widen), _writeable(_rows(rows))
 
 

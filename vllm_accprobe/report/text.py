@@ -77,7 +77,7 @@ def more(total: int, shown: int, where: str) -> list[str]:
 
 def times(value: float | None, limit: float | None) -> str:
     """``13x``, ``1.04x``; empty where ``ratio`` is None or infinite."""
-    from vllm_accprobe.comparison.pair import ratio  # with numpy, which --help and completion do without
+    from vllm_accprobe.comparison.pair import ratio  # brings numpy, which completion by Tab does without
 
     r = ratio(value, limit)
     return "" if r is None or math.isinf(r) else f"{factor(r)}x"

@@ -118,7 +118,9 @@ def test_a_pass_shows_what_it_covers_and_draws_nothing_where_all_is_equal():
 
 def test_pass_and_empty_comparisons_make_a_page():
     assert "2,760 pairs and 28,980 rows agree" in html.page(realistic(fail=False))
-    assert "No output tensor with an error to draw was compared" in html.page(comparison())
+    empty = html.page(comparison())
+    assert "No output tensor with an error to draw was compared" in empty
+    assert data(empty, "pairs-json")["n"] == 0
 
 
 def test_text_can_be_read_on_its_ground_in_light_and_dark():

@@ -99,7 +99,7 @@ class PlacedRecords:
 
     def sites(self, groups: np.ndarray) -> Counter[TensorSite]:
         """How many records of these groups each site has."""
-        if len(groups) and groups[-1] - groups[0] == len(groups) - 1:  # those of one key lie side by side
+        if len(groups) and (np.diff(groups) == 1).all():  # those of one key lie side by side
             at = self.order[self.start[groups[0]] : self.start[groups[-1] + 1]]
         else:
             at = np.concatenate([self.order[:0], *(self.order[self.start[g] : self.start[g + 1]] for g in groups)])

@@ -511,6 +511,7 @@ class _Judge:
     pairs: origin_entries.Compared = field(default_factory=list)
     traces: list[TensorErrors] = field(default_factory=list)
     waiting: list[tuple[pair_status.PairColumns, list[np.ndarray]]] = field(default_factory=list)
+    unmade: int = 0
     replicas: int = 0
     routing: Routing = field(default_factory=Routing)
     chosen: origin_entries.Chosen = field(default_factory=dict)
@@ -806,7 +807,8 @@ class _Judge:
         self.log.add_alike(unit.key[1], pairs.column, rows, errors)
         keys = [(speaks if bad else of).keys for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
         self.waiting.append((pairs, keys))
-        if sum(one.n for one, _ in self.waiting) >= _MADE_TOGETHER:
+        self.unmade += len(keys)
+        if self.unmade >= _MADE_TOGETHER:
             self._make_pairs()
         if unit.key[:2] == (SAMPLER, TOKEN):
             return
@@ -822,7 +824,7 @@ class _Judge:
         if self.waiting:
             tensors, keys = zip(*self.waiting, strict=True)
             self.pairs += zip(pair_status.made(tensors), chain.from_iterable(keys), strict=True)
-            self.waiting = []
+            self.waiting, self.unmade = [], 0
 
     def _trace(
         self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,

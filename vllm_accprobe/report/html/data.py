@@ -92,7 +92,7 @@ def _numbers(values: list[Any], bad: np.ndarray, short: str, long: str) -> list[
     """All of a kind at once: of 20,000 floats each call of a formatter would take as long as the formatting."""
     kinds = set(map(type, values))
     if kinds <= {int, type(None)}:
-        return repr(values)[1:-1].replace("None", "null").split(", ")
+        return repr(values)[1:-1].replace("None", "null").split(", ") if values else []
     cells = [""] * len(values)
     if not kinds <= {float}:
         cells = each(values, lambda v: "null" if v is None else str(int(v)) if isinstance(v, (bool, int)) else "")
