@@ -6,9 +6,10 @@ import math
 import pytest
 from report_examples import comparison, pair
 
+from vllm_accprobe.comparison.pair import ratio
 from vllm_accprobe.comparison.result import COLUMNS
 from vllm_accprobe.report.table import write_csv
-from vllm_accprobe.report.text import MISSING, against, capital, count, more, num, place, ratio, safe, times
+from vllm_accprobe.report.text import MISSING, against, capital, count, more, num, place, safe, times
 
 FIRST = (
     "golden,mine,step,rank,dtype_golden,dtype_mine,shape,cosine,max_abs_err,mean_abs_err,rmse,rel_l2,"
