@@ -154,10 +154,10 @@ def test_half_a_capture_is_no_pack(records: bool, stop: str, says: str, tmp_path
         with (tmp_path / "dump" / "rank0000" / "journal.jsonl").open("a") as journal:
             journal.write(json.dumps({"event": "stop", "reason": stop}) + "\n")
     if not says:
-        golden.pack_sketches(tmp_path).close()
+        golden.opened(tmp_path).close()
         return
     with pytest.raises(golden.GoldenError, match=says):
-        golden.pack_sketches(tmp_path)
+        golden.opened(tmp_path)
 
 
 # --- from a command to a file, and back ---
