@@ -147,7 +147,7 @@ class Pairs(list[Pair]):
         return np.array(self.column(name), np.float64)
 
     def those(self, name: str, fits: Callable[[Any], bool]) -> np.ndarray:
-        """bool: whose value ``fits``, which is asked once for equal ones."""
+        """bool: whose value ``fits``, which is called once for equal ones."""
         values = self.column(name)
         known = {value: fits(value) for value in set(values)}
         return np.fromiter(map(known.__getitem__, values), bool, len(values))
