@@ -43,8 +43,8 @@ _NONE = np.zeros(0, np.int64)
 
 
 class GoldenReads:
-    """mine: its calls; plan: of both dumps. seconds: how many are left, checked before each part of a call; cost: seconds
-    that a call of a tap of mine takes: one that takes more than is left is not begun."""
+    """mine: its calls; plan: of both dumps. seconds: how many are left, checked before each part of a call; cost:
+    seconds that a call of a tap of mine takes: one that takes more than is left is not begun."""
 
     def __init__(
         self, golden: Dump, mine: Calls, references: References, plan: Plan,
