@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,10 +75,9 @@ def main(argv: list[str]) -> None:
     except Ended as e:
         print("ValueError: no such combination")
         sys.exit(e.args[0])
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # and for the threads that follow
     with odd(said, forced=True, port=port):
-        stop.wait()
+        signal.sigwait({signal.SIGTERM})  # a handler that sets an Event can stop within the wait, which has its lock
 
 
 @contextmanager
