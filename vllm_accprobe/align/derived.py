@@ -372,13 +372,14 @@ def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head: int = 0, pairs: int = 0) -> np.ndarray:
-    """x: float32 [rows, ...] of heads; cos, sin: float32 [rows, d], both halves alike. float32 as x. Of heads of more
-    than d the first d are rotated and the rest stays. head: their size; 0 where only a shape [rows, heads, size] shows
-    one that is not d. pairs: whether neighbours are turned, where halves are usual."""
+    """x: float32 [rows, ...] of heads; cos, sin: float32 [rows, d], both halves alike, or neighbours. float32 as x. Of
+    heads of more than d the first d are rotated and the rest stays. head: their size; 0 where only a shape [rows,
+    heads, size] shows one that is not d. pairs: whether neighbours are turned, where halves are usual."""
     rows, d = cos.shape
     heads = x.reshape(rows, -1, head or (x.shape[-1] if x.ndim > 2 else d))
     if pairs:
-        cos, sin = (np.repeat(v[:, : d // 2], 2, axis=1) for v in (cos, sin))
+        halves = all((v[:, : d // 2] == v[:, d // 2 :]).all() for v in (cos, sin))  # else neighbours are alike: Cohere
+        cos, sin = (np.repeat(v[:, : d // 2] if halves else v[:, ::2], 2, axis=1) for v in (cos, sin))
         turned = np.stack([-heads[..., 1:d:2], heads[..., 0:d:2]], axis=-1).reshape(*heads.shape[:2], d)
     else:
         turned = np.concatenate([-heads[..., d // 2 : d], heads[..., : d // 2]], axis=-1)

@@ -55,7 +55,7 @@ class RoleRule:
 class TapRule:
     """pattern: over mine's taps; a glob (``*`` within a name, ``**`` across dots) or ``re:`` and a regular expression
     that must match the whole tap. label: how reports call it. alone: a golden tap of mine's own name is another thing,
-    whatever parts of it have no rule stay unpaired. needs: a template of a tap that mine must have."""
+    whatever parts of it have no rule stay unpaired. needs: a template of a tap, or of TAP/ROLE, that mine must have."""
 
     pattern: str
     parts: tuple[RoleRule, ...]

@@ -10,6 +10,7 @@ rules are (mapping.py, engines/), the values (derived.py).
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.engines import vllm_names
+from vllm_accprobe.align.engines.attention_inputs import attention_inputs
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
@@ -239,6 +241,7 @@ def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = Tr
     return tuple(sorted(pairs, key=lambda p: place[p[1]]))
 
 
+_WORD = re.compile(r"\w+")
 Place = tuple[str, str]
 """(tap, role)."""
 _Moment = tuple[int, "int | None", int]
@@ -274,9 +277,14 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
         swapped = sides[0] == vllm_names.VLLM
-        stored = vllm_names.stored_otherwise(*((mine, golden) if swapped else (golden, mine)))
+        theirs, own = (mine, golden) if swapped else (golden, mine)
+        stored = {**vllm_names.stored_otherwise(theirs, own), **attention_inputs(own)}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
+        if elsewhere := given_out_elsewhere(golden.records, mine.records):
+            golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere])
+            lines += [f"mapping: {tap}/{role} of golden is {other[0]}/{other[1]}, and not so in mine: compared there"
+                      for (tap, role), other in elsewhere.items()]  # fmt: skip
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
         golden, mine, notes = apply(apart[0], golden, mine, apart[1])
@@ -292,6 +300,39 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         if absent:
             lines.append(f"the routed experts alone on one side: {len(absent)} outputs not compared")
     return Bridge(golden, mine, lines, foreign)
+
+
+def given_out_elsewhere(golden: Iterable[Record], mine: Iterable[Record]) -> dict[Place, Place]:
+    """Outputs that are to the bit a later tensor in golden, and never in mine, whose code does something in between
+    that golden's module does itself (Gemma scales its embedding): by place, the later one, which both dumps have. Two
+    modules of one name that are cut in different places, of which the later pair is the same place."""
+    theirs, own = (_by_moment(records) for records in (golden, mine))
+    later: dict[Place, list[Place]] = {}
+    for places in theirs.values():
+        same: dict[Any, list[Place]] = defaultdict(list)
+        for place, r in places.items():
+            same[r.hash].append(place)
+        for alike in same.values():
+            for i, place in enumerate(alike):
+                if place[1].startswith("output."):
+                    after = alike[i + 1 :]
+                    later[place] = [p for p in later[place] if p in after] if place in later else after
+    found: dict[Place, Place] = {}
+    for place, others in later.items():
+        for other in others:
+            pairs = [(at[place], at[other]) for at in own.values() if place in at and other in at]
+            if pairs and all(a.shape == b.shape and a.hash != b.hash for a, b in pairs):
+                found.setdefault(place, other)
+    return found
+
+
+def _by_moment(records: Iterable[Record]) -> dict[_Moment, dict[Place, Record]]:
+    """Tensors whose values are known by a hash, in order."""
+    found: dict[_Moment, dict[Place, Record]] = defaultdict(dict)
+    for r in records:
+        if r.hash is not None and r.step is not None:
+            found[_moment(r)].setdefault((r.tap, r.role), r)
+    return found
 
 
 def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[View, View, list[str]]:
@@ -402,7 +443,8 @@ class _Work:
         return tap, ", ".join(why)
 
     def _needed(self, rule: TapRule, groups: Sequence[str]) -> bool:
-        return not rule.needs or fill(rule.needs, groups) in self.mine.roles
+        tap, _, role = (fill(rule.needs, groups) or "").partition("/")
+        return not rule.needs or (tap in self.mine.roles and (not role or role in self.mine.roles[tap]))
 
     def _expand(self, part: RoleRule, tap: str, groups: Sequence[str]) -> list[tuple[tuple[str, ...], list[Place]]]:
         """(roles of mine, golden places) that ``part`` means at ``tap``."""
@@ -464,13 +506,19 @@ class _Work:
         self.counts[rule.label] += 1
 
     def _is_whole(self, tap: str, roles: tuple[str, ...]) -> bool:
-        """Whether by its code the module gives out, as the first of ``roles``, a sum with the others in it."""
-        first, *others = (str((object_at(self.attrs.get(tap, {}), "forward") or {}).get(r) or "") for r in roles)
+        """Whether by its code the module gives out, as the first of ``roles``, a sum with the others in it, or reads
+        the first and none of the others."""
+        forward = object_at(self.attrs.get(tap, {}), "forward") or {}
+        if roles[0].startswith("input."):
+            read = set(_WORD.findall(" ".join(str(text) for text in forward.values())))
+            first, *others = (role.partition(".")[2] for role in roles)
+            return first in read and read.isdisjoint(others)
+        first, *others = (str(forward.get(r) or "") for r in roles)
         return all(text and (f"({text} + " in first or f" + {text})" in first) for text in others)
 
     def _heads(self, tap: str, part: RoleRule) -> tuple[int, ...]:
         """`Derived.heads`: of a rotary embedding those of mine's module, or of the one beside it."""
-        if part.join != ROPE:
+        if part.join != ROPE or part.heads:
             return part.heads
         beside = self.attrs.get(f"{tap.rpartition('.')[0]}.rotary_emb", {})
         size = self.attrs.get(tap, {}).get("head_size")

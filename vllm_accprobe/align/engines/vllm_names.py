@@ -53,39 +53,35 @@ def _fused(whole: str, *parts: str) -> TapRule:
     return _rule(label, f"**.{whole}", _cat(None, (f"**.{first}", None), *((f"{{1}}.{o}", None) for o in others)))
 
 
-def _rope(mine: str, tap: str) -> RoleRule:
-    cos, sin = (Source("{1}.rotary_emb", f"output.{k}") for k in (0, 1))
-    return RoleRule(mine, (Source(tap, "output.0"), cos, sin), ROPE)
+def rope(mine: str, tap: str, attention: str, model: str, heads: tuple[int, ...] = ()) -> list[RoleRule]:
+    """By what cos and sin are: arguments of ``attention`` (layers may have different ones), or what the model's one
+    rotary embedding gave out."""
+    angles = ([Source(attention, f"input.position_embeddings.{k}") for k in (0, 1)],
+              [Source(f"{model}.rotary_emb", f"output.{k}") for k in (0, 1)])  # fmt: skip
+    return [RoleRule(mine, (Source(tap, OUTPUT), *two), ROPE, heads=heads) for two in angles]
 
 
+OUTPUT = "output.0"
 _BLOCK = r"re:(.*)\.layers\.(\d+)\.self_attn"
 _HERE = "{1}.layers.{2}.self_attn."
 
 
 def _rotary(q: str, k: str) -> list[TapRule]:
-    q, k, v = _HERE + q, _HERE + k, _HERE + "v_proj"
-    turned = [_rope(f"{kind}.{a}", q) for kind, a in (("output", "0"), ("inplace", "query"))]
-    turned += [_rope(f"{kind}.{a}", k) for kind, a in (("output", "1"), ("inplace", "key"))]
+    q, k = _HERE + q, _HERE + k
+    places = (("output.0", q), ("inplace.query", q), ("output.1", k), ("inplace.key", k))
     return [
         _rule(
             "rotary embedding ← q, k, cos, sin",
             _BLOCK + r"\.rotary_emb",
             _one("input.query", q, "output.0"),
             _one("input.key", k, "output.0"),
-            *turned,
-        ),
-        _rule(
-            "attention's inputs ← q, k, v, cos, sin",
-            _BLOCK + r"\.attn",
-            _rope("input.query", q),
-            _rope("input.key", k),
-            _one("input.value", v, "output.0"),
+            *(rule for mine, tap in places for rule in rope(mine, tap, _HERE[:-1], "{1}")),
         ),
     ]
 
 
 _STREAM = "input.hidden_states"
-_NORMS = r"re:(.*\.(?:input_layernorm|post_attention_layernorm)|(?:.*\.)?norm2?)"
+_NORMS = r"re:((?:.*\.)?[^.]*(?:norm|ln)[^.]*)"
 _MLA = r"re:(.*\.self_attn)\.mla_attn"
 _RULES = (
     _fused("qkv_proj", "q_proj", "k_proj", "v_proj"),
@@ -103,8 +99,8 @@ _RULES = (
     _rule(
         "x + residual ← the residual stream",
         _NORMS,
-        _one("input.x+input.residual", "{1}", _STREAM),
-        _one("output.1", "{1}", _STREAM),
+        *(_one(own, "{1}", role) for own in ("input.x+input.residual", "output.1") for role in (_STREAM, "input.x")),
+        needs="{1}/input.residual",
     ),
     _rule(
         "hidden + residual ← the residual stream",
@@ -125,6 +121,7 @@ _RULES = (
         "logits_processor ← lm_head",
         r"re:(.*)logits_processor",
         _one("input.hidden_states", "{1}lm_head", "input.input"),
+        _one("output.0", ROOT_TAP, "output.logits"),
         _one("output.0", "{1}lm_head", "output.0"),
     ),
     # Experts. Where the router stands inside, vLLM hands it the hidden states, and adds the shared experts.
@@ -216,7 +213,6 @@ _RENAMES = (
 RULES = Rules("the built-in table", _RENAMES, _RULES)
 
 
-OUTPUT = "output.0"
 _CHILD = re.compile(r"(\w+)\[0\]")
 """A formula (capture/taps/formulas.py) of what a child gave out."""
 _TRANSPOSED = ("Conv1D",)

@@ -85,7 +85,9 @@ def angles_of(call: Call, dim: int) -> tuple[Any, float]:
         if cls == "DynamicNTKScalingRotaryEmbedding":
             return dynamic_frequencies(dim, base, float(s["factor"])), 1.0
         if cls == "YaRNScalingRotaryEmbedding":
-            size = float(s.get("attention_factor") or yarn_magnitude(float(s["factor"])))
+            factor, both = float(s["factor"]), [float(s.get(k) or 0) for k in ("mscale", "mscale_all_dim")]
+            up, down = (yarn_magnitude(factor, m) for m in (both if all(both) else (1.0, 0.0)))
+            size = float(s.get("attention_factor") or up / down)
             return yarn_frequencies(dim, base, s), size * float(s.get("attn_factor", 1.0))
         if cls == "DeepseekScalingRotaryEmbedding":
             factor = float(s["factor"])

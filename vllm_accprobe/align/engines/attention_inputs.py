@@ -1,0 +1,132 @@
+"""Of which tensors of a transformers golden the queries, keys and values of vLLM's attention are made.
+
+The problem: transformers hands them to a function, so that golden has no such tensor: it is made of the projections,
+norms, cos and sin. Some layers do not rotate, some normalize behind the rotation, some turn neighbours in place of
+halves; a wrong guess condemns a right layer. The idea: how mine made its own says it. Where mine's tensor is to the bit
+what a module of its block gave out, golden's is that module's output; where the block calls a rotary embedding, its
+settings say how it turns; elsewhere (vLLM's backend for models of transformers, whose code turns) the form that gives
+mine's values out of mine's own tensors. What no form gives is not compared. Formulas: derived.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align import derived
+from vllm_accprobe.align.engines.vllm_names import OUTPUT, rope
+from vllm_accprobe.align.mapping import RoleRule, Source, TapRule
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import Record
+
+_ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn\.attn")
+_ROLES = {"input.query": "q", "input.key": "k", "input.value": "v"}
+_NEAR = 0.02
+"""Chosen: relative error of all rows. Rounding q, cos, sin and their products to bfloat16 gives 0.4 to 0.6 %, another
+form 20 % and more where a row stands behind the first few."""
+
+
+def attention_inputs(own: Any) -> dict[str, tuple[TapRule, ...]]:
+    """Rules by tap. own: a dump of vLLM."""
+    blocks: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    first: dict[str, tuple[int, int]] = {}
+    for r in own.records:
+        if r.step is not None and ".self_attn" in r.tap:
+            block = r.tap[: r.tap.index(".self_attn") + len(".self_attn")]
+            if first.setdefault(block, (r.rank, r.step)) == (r.rank, r.step) and not r.call:
+                blocks[block][r.tap].append(r)
+    found: dict[str, tuple[TapRule, ...]] = {}
+    for block, taps in blocks.items():
+        tap = f"{block}.attn"
+        if _ATTENTION.fullmatch(tap) and tap in taps:
+            known = _Block(own, block, taps)
+            parts = [part for r in taps[tap] if r.role in _ROLES for part in known.rules(r)]
+            found[tap] = (TapRule(tap, tuple(parts), "attention's inputs ← q, k, v, cos, sin"),)
+    return found
+
+
+@dataclass
+class _Block:
+    """A layer's attention in the first step in which it ran. model: the path above its layers."""
+
+    dump: Any
+    path: str
+    taps: dict[str, list[Record]]
+
+    def rules(self, r: Record) -> list[RoleRule]:
+        letter = _ROLES[r.role]
+        same = self._same(r)
+        turns = f"{self.path}.rotary_emb"
+        if same is not None and same.tap != turns:
+            return [RoleRule(r.role, (Source(same.tap, same.role),))]
+        if letter == "v":
+            return [RoleRule(r.role, (Source(f"{self.path}.v_proj", OUTPUT),))]
+        if any(x.role.startswith("output.") for x in self.taps.get(turns, ())):
+            return [rule for part in ("norm", "proj") for rule in self._rope(r.role, f"{self.path}.{letter}_{part}")]
+        return self._by_values(r, letter)
+
+    def _same(self, r: Record) -> Record | None:
+        """What an earlier module of the block gave out that is ``r``."""
+        for tap, records in self.taps.items():
+            for x in records if tap != r.tap else ():
+                given = x.role.startswith(("output.", "inplace."))
+                if given and x.seq < r.seq and x.hash == r.hash is not None and x.dtype == r.dtype:
+                    return x
+        return None
+
+    def _rope(self, role: str, tap: str, heads: tuple[int, ...] = ()) -> list[RoleRule]:
+        return rope(role, tap, self.path, self.path[: self.path.rindex(".layers.")], heads)
+
+    def _by_values(self, r: Record, letter: str) -> list[RoleRule]:
+        """The form that gives ``r`` out of what the block has; none where it is not known."""
+        wanted = self._rows(r)
+        turning = (x for x in self.taps.get(self.path, ()) if x.role.startswith("input.position_embeddings."))
+        angles = [rows for x in turning if (rows := self._rows(x)) is not None]
+        size = next((m.attrs.get("head_size") for of in self.dump.modules.values() for m in of if m.tap == r.tap), None)
+        if wanted is None or not isinstance(size, int) or size < 1 or wanted.shape[1] % size:
+            return []
+        best: tuple[float, list[RoleRule]] | None = None
+        for tap, x in self._sources(wanted.shape[1], letter):
+            forms = [(x, [RoleRule(r.role, (Source(tap, OUTPUT),))])]
+            if len(angles) == 2 and all(len(a) == len(x) and a.shape[1] <= size for a in angles):
+                forms += [(derived.rope(x, angles[0], angles[1], size, pairs), self._rope(r.role, tap, (size, pairs)))
+                          for pairs in (0, 1)]  # fmt: skip
+            for value, rules in forms:
+                error = float(np.linalg.norm(value - wanted) / (np.linalg.norm(wanted) or 1.0))
+                if error <= _NEAR and (best is None or error < best[0]):
+                    best = error, rules
+        return [] if best is None else best[1]
+
+    def _sources(self, width: int, letter: str) -> Iterator[tuple[str, np.ndarray]]:
+        """(tap of golden, mine's values) of what may be turned: what modules give out, and a part of the joined
+        projection."""
+        for tap, records in self.taps.items():
+            x = next((self._rows(r) for r in records if r.role == OUTPUT), None)
+            if x is None or tap.count(".") != self.path.count(".") + 1 or tap.endswith(".attn"):
+                continue
+            if x.shape[1] == width:
+                yield tap, x
+            if tap.endswith(".qkv_proj"):
+                begin = 0 if letter == "q" else self._query_width()
+                yield f"{self.path}.{letter}_proj", x[:, begin : begin + width]
+
+    def _query_width(self) -> int:
+        query = next((r for r in self.taps[f"{self.path}.attn"] if r.role == "input.query"), None)
+        rows = None if query is None else self._rows(query)
+        return 0 if rows is None else rows.shape[1]
+
+    def _rows(self, r: Record) -> np.ndarray | None:
+        """float32 [rows, features]; None where there are no values."""
+        if r.payload is None or r.payload.nbytes > derived.LARGEST or r.rows is None or not r.shape:
+            return None
+        try:
+            value = widen(self.dump.read(r), r.dtype).astype(np.float32)
+        except (DumpError, OSError):
+            return None
+        return np.ascontiguousarray(np.moveaxis(value, r.row_dim, 0)).reshape(value.shape[r.row_dim], -1)
