@@ -164,7 +164,8 @@ def test_a_server_that_is_lost_is_one_line_and_then_unresolved(place, monkeypatc
 
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch, [PREFIX])
-    program = "from vllm_accprobe.gate.bisect import edits; edits.interpreter = lambda w, e: None; " \
+    program = "import faulthandler; faulthandler.dump_traceback_later(80); " \
+              "from vllm_accprobe.gate.bisect import edits; edits.interpreter = lambda w, e: None; " \
               "import sys; from vllm_accprobe.cli import main; sys.exit(main())"  # fmt: skip
     line = [sys.executable, "-c", program, *words(place)]
     with subprocess.Popen(
@@ -174,7 +175,11 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatc
         while starts(place) < 2 and time.monotonic() < end:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        try:  # a server that ignores SIGTERM is killed after 60 s
+            _, err = process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(process.communicate()) from None  # where it waits
     assert process.returncode == 130
     assert [x for x in err.splitlines() if not x.startswith(("run ", "the first run"))] == [
         f"accprobe: interrupted; the runs are kept in out; go on: {shlex.join(['accprobe', *words(place)])}"

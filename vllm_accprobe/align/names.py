@@ -281,9 +281,10 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         stored = {**vllm_names.stored_otherwise(theirs, own), **attention_inputs(own)}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
-        if elsewhere := given_out_elsewhere(golden.records, mine.records):
+        sides_of = golden.records, mine.records
+        if elsewhere := given_out_elsewhere(*sides_of) | given_out_elsewhere(*reversed(sides_of)):
             golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere])
-            lines += [f"mapping: {tap}/{role} of golden is {other[0]}/{other[1]}, and not so in mine: compared there"
+            lines += [f"mapping: {tap}/{role} is {other[0]}/{other[1]} on one side alone: compared there"
                       for (tap, role), other in elsewhere.items()]  # fmt: skip
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
@@ -303,9 +304,9 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
 
 
 def given_out_elsewhere(golden: Iterable[Record], mine: Iterable[Record]) -> dict[Place, Place]:
-    """Outputs that are to the bit a later tensor in golden, and never in mine, whose code does something in between
-    that golden's module does itself (Gemma scales its embedding): by place, the later one, which both dumps have. Two
-    modules of one name that are cut in different places, of which the later pair is the same place."""
+    """Outputs that are to the bit a later tensor in golden, and never in mine, whose code does in between what golden's
+    module does itself (Gemma scales its embedding): by place, the later one. Both dumps have both: the modules of one
+    name are cut in different places, and the later pair is the same place."""
     theirs, own = (_by_moment(records) for records in (golden, mine))
     later: dict[Place, list[Place]] = {}
     for places in theirs.values():

@@ -3,6 +3,7 @@
 from hand_made import Dump, f32
 
 from vllm_accprobe.align.names import bridge
+from vllm_accprobe.dump.schema import Module
 
 TRANSFORMERS = {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}}
 VLLM = {"versions": {"vllm": "0.32"}}
@@ -29,3 +30,32 @@ def test_built_in_rules_whichever_side_vllm_is():
             ("model.layers.1", "input.hidden_states+residual"),
             ("model.layers.1", "output.0+1"),
         }
+
+
+def test_an_output_that_only_mine_changes_behind_the_module_is_compared_there():
+    """Gemma's embedding: scaled by golden's module, and in mine by the model's code; and one that is handed on."""
+    golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+    for dump, scale in ((golden, 4), (mine, 1)):
+        dump.put("model.embed_tokens", "output.0", f32([1 * scale, 2 * scale]))
+        dump.put("model.layers.0", "input.hidden_states", f32([4, 8]))
+        dump.put("model.layers.0.mlp", "output.0", f32([5, 6]))
+        dump.put("model.layers.0", "output.0", f32([5, 6]))
+    for sides in ((golden, mine), (mine, golden)):
+        b = bridge(*sides)
+        assert {(r.tap, r.role) for r in mine.records} - {(r.tap, r.role) for r in b.golden.records} == {
+            ("model.embed_tokens", "output.0")
+        }
+        assert any("model.embed_tokens/output.0 is model.layers.0/" in line for line in b.lines)
+
+
+def test_a_residual_that_is_not_read_is_not_added():
+    """EXAONE 4's layers hand on a residual that the next one does not read."""
+    golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+    golden.put("model.layers.1", "input.hidden_states", f32([3, 5]))
+    mine.put("model.layers.1", "input.hidden_states", f32([3, 5]))
+    mine.put("model.layers.1", "input.residual", f32([1, 1]))
+    forward = {"inside.self_attn/hidden_states": "hidden_states", "output.0": "(hidden_states + self_attn[0])"}
+    mine.modules = {0: [Module("model.layers.1", "L", 0, {"forward": forward})]}
+    b = bridge(golden, mine)
+    assert [r.role for r in b.golden.records] == ["input.hidden_states"]
+    assert {r.role for r in b.mine.records} == {"input.hidden_states", "input.residual"}

@@ -1,0 +1,46 @@
+"""What golden's queries, keys and values are made of: as mine makes its own, and not where that is not known."""
+
+import numpy as np
+import pytest
+from hand_made import Dump
+
+from vllm_accprobe.align.derived import rope
+from vllm_accprobe.align.names import bridge
+from vllm_accprobe.dump.schema import Module
+
+GOLDEN = {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}}
+MINE = {"versions": {"vllm": "0.32"}}
+BLOCK = "model.layers.0.self_attn"
+ROWS, SIZE = 6, 8
+random = np.random.default_rng(0)
+Q = random.standard_normal((ROWS, 2 * SIZE)).astype(np.float32)
+ANGLES = np.arange(ROWS)[:, None] * 0.5 ** np.arange(SIZE // 2)
+COS, SIN = (np.concatenate([f(ANGLES)] * 2, axis=1).astype(np.float32) for f in (np.cos, np.sin))
+NORMED = Q * 3
+FORMS = {
+    "not turned": (Q, [], Q + 1),
+    "halves": (rope(Q, COS, SIN, SIZE), [], rope(Q + 1, COS, SIN, SIZE)),
+    "pairs": (rope(Q, COS, SIN, SIZE, 1), [], rope(Q + 1, COS, SIN, SIZE, 1)),
+    "normalized behind it": (NORMED, [("query_layernorm", NORMED)], NORMED + 1),
+    "unknown": (Q[::-1].copy(), [], None),
+}
+
+
+@pytest.mark.parametrize(("query", "more", "expected"), FORMS.values(), ids=FORMS)
+def test_as_mine_makes_its_own(query, more, expected) -> None:
+    golden, mine = Dump(run=GOLDEN), Dump(run=MINE)
+    mine.modules = {0: [Module(f"{BLOCK}.attn", "Attention", 0, {"head_size": SIZE})]}
+    for dump in (golden, mine):
+        dump.put(BLOCK, "input.position_embeddings.0", COS)
+        dump.put(BLOCK, "input.position_embeddings.1", SIN)
+    golden.put(f"{BLOCK}.q_proj", "output.0", Q + 1)
+    mine.put(f"{BLOCK}.qkv_proj", "output.0", np.concatenate([Q, Q, Q], axis=1))
+    for name, value in more:
+        golden.put(f"{BLOCK}.{name}", "output.0", value + 1)
+        mine.put(f"{BLOCK}.{name}", "output.0", value)
+    mine.put(f"{BLOCK}.attn", "input.query", query)
+    both = bridge(golden, mine)
+    made = [r for r in both.golden.records if (r.tap, r.role) == (f"{BLOCK}.attn", "input.query")]
+    assert len(made) == (expected is not None)
+    for record in made:
+        assert np.allclose(both.golden.read(record).reshape(ROWS, -1), expected, atol=1e-5)
