@@ -23,6 +23,7 @@ from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
 from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import Record
 
@@ -281,11 +282,15 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         stored = {**vllm_names.stored_otherwise(theirs, own), **attention_inputs(own)}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
-        sides_of = golden.records, mine.records
-        if elsewhere := given_out_elsewhere(*sides_of) | given_out_elsewhere(*reversed(sides_of)):
-            golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere])
-            lines += [f"mapping: {tap}/{role} is {other[0]}/{other[1]} on one side alone: compared there"
-                      for (tap, role), other in elsewhere.items()]  # fmt: skip
+        both = golden.records, mine.records
+        elsewhere = given_out_elsewhere(*both) | given_out_elsewhere(*reversed(both))
+        factors = own_numbers(*(reversed(both) if swapped else both))
+        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere
+                               and not (r.tap in factors and r.role.startswith("output."))])  # fmt: skip
+        lines += [f"mapping: {tap}/{role} is {other[0]}/{other[1]} on one side alone: compared there"
+                  for (tap, role), other in elsewhere.items()]  # fmt: skip
+        lines += [f"mapping: {tap} has {role} in transformers alone: its outputs are not compared"
+                  for tap, role in factors.items()]  # fmt: skip
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
         golden, mine, notes = apply(apart[0], golden, mine, apart[1])
@@ -303,7 +308,7 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     return Bridge(golden, mine, lines, foreign)
 
 
-def given_out_elsewhere(golden: Iterable[Record], mine: Iterable[Record]) -> dict[Place, Place]:
+def given_out_elsewhere(golden: Sequence[Record], mine: Sequence[Record]) -> dict[Place, Place]:
     """Outputs that are to the bit a later tensor in golden, and never in mine, whose code does in between what golden's
     module does itself (Gemma scales its embedding): by place, the later one. Both dumps have both: the modules of one
     name are cut in different places, and the later pair is the same place."""
@@ -325,6 +330,16 @@ def given_out_elsewhere(golden: Iterable[Record], mine: Iterable[Record]) -> dic
             if pairs and all(a.shape == b.shape and a.hash != b.hash for a, b in pairs):
                 found.setdefault(place, other)
     return found
+
+
+def own_numbers(one: Sequence[Record], other: Sequence[Record]) -> dict[str, str]:
+    """By tap, a single number among the parameters of ``one``, of transformers, that vLLM's module of that name has
+    not: its code multiplies somewhere else, and the outputs are other tensors. (vLLM's own numbers scale what is
+    quantized.)"""
+    numbers = {r.tap: r.role for r in one if r.step is None and not r.shape and DTYPES[r.dtype].kind == "float"}
+    known = {(r.tap, r.role) for r in other if r.tap in numbers}
+    there = {tap for tap, role in known if role.startswith("param.")}
+    return {tap: role for tap, role in numbers.items() if tap in there and (tap, role) not in known}
 
 
 def _by_moment(records: Iterable[Record]) -> dict[_Moment, dict[Place, Record]]:

@@ -1,5 +1,6 @@
 """The built-in table of vLLM's places and transformers'."""
 
+import numpy as np
 from hand_made import Dump, f32
 
 from vllm_accprobe.align.names import bridge
@@ -59,3 +60,19 @@ def test_a_residual_that_is_not_read_is_not_added():
     b = bridge(golden, mine)
     assert [r.role for r in b.golden.records] == ["input.hidden_states"]
     assert {r.role for r in b.mine.records} == {"input.hidden_states", "input.residual"}
+
+
+def test_outputs_of_a_module_with_a_number_of_its_own_are_not_compared():
+    """Gemma 4's embeddings for each layer; and vLLM's scale of a quantized weight, which says nothing."""
+    golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+    golden.put("model.embed", "param.embed_scale", np.float32(4))
+    mine.put("model.head", "param.weight_scale", np.float32(4))
+    for dump, scale in ((golden, 4), (mine, 1)):
+        for tap, by in (("model.embed", scale), ("model.head", 1)):
+            dump.put(tap, "param.weight", f32([1, 2]))
+            dump.put(tap, "output.0", f32([by, 2 * by]))
+    for sides in ((golden, mine), (mine, golden)):
+        both = bridge(*sides)
+        pairs = [{(r.tap, r.role) for r in d.records} for d in (both.golden, both.mine)]
+        assert ("model.head", "output.0") in pairs[0] & pairs[1]
+        assert ("model.embed", "output.0") not in pairs[0] & pairs[1]
