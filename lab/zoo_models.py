@@ -24,8 +24,8 @@ def _types(*words: str) -> dict[str, list[str]]:
     return {"layer_types": [f"{word}_attention" for word in words]}
 
 
-def _entry(config: str, model: str, base: dict[str, Any] = _BASE, **fields: Any) -> Architecture:
-    return Architecture(config, model, base | fields)
+def _entry(config: str, model: str, base: dict[str, Any] = _BASE, differs: str = "", **fields: Any) -> Architecture:
+    return Architecture(config, model, base | fields, differs=differs)
 
 
 _GEMMA = _BASE | _HEAD | {"tie_word_embeddings": True}
@@ -48,7 +48,8 @@ MODELS: dict[str, Architecture] = {
                       vocab_size_per_layer_input=512, num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 4,
                       **_LOCAL, **_types("sliding", "full", "sliding", "full")),
     "phi3": _entry("Phi3Config", "Phi3ForCausalLM", partial_rotary_factor=0.75, rope_parameters=_LONG,
-                   original_max_position_embeddings=64),
+                   original_max_position_embeddings=64,
+                   differs="long factors wherever max_model_len exceeds the trained length"),
     "glm4": _entry("Glm4Config", "Glm4ForCausalLM", partial_rotary_factor=0.5, attention_bias=True, **_HEAD),
     "stablelm": _entry("StableLmConfig", "StableLmForCausalLM", use_qkv_bias=True, partial_rotary_factor=0.25),
     "gpt2": _entry("GPT2Config", "GPT2LMHeadModel", _GPT),
@@ -72,7 +73,7 @@ MODELS: dict[str, Architecture] = {
     "apertus": _entry("ApertusConfig", "ApertusForCausalLM", hidden_act="xielu"),
     "cohere": _entry("CohereConfig", "CohereForCausalLM", use_qk_norm=True, logit_scale=0.25, tie_word_embeddings=True),
     "cohere2": _entry("Cohere2Config", "Cohere2ForCausalLM", num_hidden_layers=4, logit_scale=0.25,
-                      tie_word_embeddings=True, **_LOCAL),
+                      tie_word_embeddings=True, **_LOCAL, differs="its window holds the row itself besides"),
     "granite": _entry("GraniteConfig", "GraniteForCausalLM", embedding_multiplier=2.0, residual_multiplier=0.22,
                       attention_multiplier=0.125, logits_scaling=4.0),
     "hyperclovax": _entry("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", embedding_multiplier=2.0,
@@ -80,7 +81,7 @@ MODELS: dict[str, Architecture] = {
     "ministral3": _entry("Ministral3Config", "Ministral3ForCausalLM", **_HEAD),
     "minicpm3": _entry("MiniCPM3Config", "MiniCPM3ForCausalLM", num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32,
                        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, scale_emb=2, scale_depth=1.4,
-                       dim_model_base=64),
+                       dim_model_base=64, differs="epsilon of q_a_layernorm and kv_a_layernorm"),
     # transformers' code on vLLM's layers and attention
     "arcee": _entry("ArceeConfig", "ArceeForCausalLM"),
     "cwm": _entry("CwmConfig", "CwmForCausalLM", num_hidden_layers=4, **_HEAD, **_LOCAL,

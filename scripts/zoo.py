@@ -1,12 +1,13 @@
 """Tiny models of many architectures, captured clean on a real vLLM: what raises an alarm, and what stays unchecked.
 
-    python scripts/zoo.py [NAME ...] [--keep DIR] [--json FILE]
+    python scripts/zoo.py [NAME ...] [--transformers] [--keep DIR] [--json FILE]
 
 The problem: a block that is computed in a way that nobody thought of is condemned, or left unchecked, and that is seen
 only with a model that has it. The idea: a table of configs (every `lab/zoo_*.py` with `MODELS`); for each the
-transformers library makes a model with drawn weights, a real engine serves it twice, with
-the requests together and in chunks, and `accprobe opcheck` and `accprobe compare` judge the two captures. Both must
-pass. One line an architecture; what is unchecked and why is in `--json`. Exit code 1 where any fails.
+transformers library makes a model with drawn weights, a real engine serves it twice, with the requests together and in
+chunks, and `accprobe opcheck` and `accprobe compare` judge the two captures. Both must pass; with --transformers also
+the first capture against that library's float32 golden. One line an architecture; what is unchecked and why is in
+`--json`. Exit code 1 where any fails.
 Not here: the configs (lab/zoo_models.py), how weights are drawn (mode_models.py).
 """
 
@@ -103,7 +104,28 @@ def judge(keep: Path) -> dict[str, Any]:
     return found
 
 
-def one(name: str, entry: mode_models.Architecture, host: EngineHost, keep: Path) -> dict[str, Any]:
+def against_transformers(entry: mode_models.Architecture, keep: Path) -> dict[str, Any]:
+    """What `accprobe compare` says of the first capture and a golden of the same requests; {} where the library has no
+    such model, or another one with pictures and without tokens."""
+    if entry.drawn or entry.picture or "runner" in entry.engine:
+        return {}
+    from support.transformers_golden import capture as golden
+
+    try:
+        if not (keep / "golden" / "run.json").exists():
+            golden(keep / "model", ASKS, keep / "golden")
+    except Exception as why:
+        return {"transformers": 2, "transformers_says": f"no golden: {type(why).__name__}: {why}"[:300]}
+    code, text = command("compare", str(keep / "golden"), str(keep / "a"), "--out", str(keep / "report-transformers"))
+    (keep / "transformers.txt").write_text(text)
+    says = next((x for x in text.splitlines() if x.startswith(("FAIL", "PASS"))), text[-200:])[:200]
+    right = code == 1 and bool(entry.differs)
+    return {"transformers": 0 if right else code, "transformers_says": f"rightly: {entry.differs}" if right else says}
+
+
+def one(
+    name: str, entry: mode_models.Architecture, host: EngineHost, keep: Path, transformers: bool = False
+) -> dict[str, Any]:
     """What became of an architecture; its files lie below ``keep``."""
     began = time.monotonic()
     found: dict[str, Any] = {"name": name, "starts": "yes"}
@@ -115,6 +137,8 @@ def one(name: str, entry: mode_models.Architecture, host: EngineHost, keep: Path
     if failed := capture(host, model, engine, keep, entry.picture):
         return found | {"starts": failed}
     found |= judge(keep) | {"seconds": round(time.monotonic() - began), "defect": ""}
+    if transformers:
+        found |= against_transformers(entry, keep)
     if entry.defect[0] and found["alarms"] and all(a.startswith(f"{entry.defect[0]} ") for a in found["alarms"]):
         found |= {"opcheck": 0, "compare": 0, "defect": ": ".join(entry.defect)}
     return found
@@ -127,12 +151,14 @@ def line(found: Mapping[str, Any]) -> str:
         f"{found['name']}: opcheck {found['opcheck']}, {found['rows']} rows checked, {found['unchecked']} outputs not, "
         f"{len(found['alarms'])} alarms; compare {found['compare']}; {found['seconds']} s"
         + (f"; the alarms are right: {found['defect']}" if found["defect"] else "")
+        + (f"; transformers {found['transformers']}: {found['transformers_says']}" if "transformers" in found else "")
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="of the table; all by default")
+    parser.add_argument("--transformers", action="store_true", help="also against a golden of transformers")
     parser.add_argument("--keep", type=Path, help="where models, captures and reports stay, and are not made again")
     parser.add_argument("--json", type=Path, help="what was found, also why outputs are unchecked")
     asked = parser.parse_args()
@@ -144,7 +170,7 @@ def main() -> int:
     all_found = []
     try:
         for name in asked.names or known:
-            all_found.append(one(name, known[name], host, keep / name))
+            all_found.append(one(name, known[name], host, keep / name, asked.transformers))
             (keep / name / "found.json").write_text(json.dumps(all_found[-1], indent=1))
             print(line(all_found[-1]), flush=True)
             for alarm in all_found[-1].get("alarms", [])[:3]:
@@ -153,7 +179,8 @@ def main() -> int:
         host.close()
         if asked.json:
             asked.json.write_text(json.dumps(all_found, indent=1))
-    return int(any(f.get("opcheck") or f.get("compare") or f["starts"] != "yes" for f in all_found))
+    wrong = ("opcheck", "compare", "transformers")
+    return int(any(f["starts"] != "yes" or any(f.get(what) for what in wrong) for f in all_found))
 
 
 if __name__ == "__main__":
