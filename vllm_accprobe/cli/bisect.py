@@ -106,8 +106,8 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
         left = trier.left(trier.expected - 1) / 60
         trier.say(f"the first run took {first.seconds:.0f} s: about {left:.0f} min to go")
     search = Search(  # a command that does not start is tried first, and nothing else then
-        trier.axes, trier.attempt, golden=golden or first.sent is None, again=again, narrow=narrow, equal=trier.equal, parts=trier.parts,
-        lengths=lambda: trier.length, say=trier.say,
+        trier.axes, trier.attempt, golden=golden or first.sent is None, again=again, narrow=narrow,
+        equal=trier.equal, parts=trier.parts, lengths=lambda: trier.length, say=trier.say,
     )  # fmt: skip
     found = search.find()
 
