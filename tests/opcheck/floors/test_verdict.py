@@ -136,10 +136,10 @@ def test_a_scale_is_seen_in_it_all_the_same(colours: int) -> None:
 
 def test_numbers_of_their_own_are_counted_one_by_one() -> None:
     y = torch.randn((96, 192), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert not repeated(y, y.float().bfloat16().double() - y)
+    assert repeated(y[None], (y.float().bfloat16().double() - y)[None]) == [False]
     keys = torch.tensor([[1, 2, 1], [1, 1, 3]])
-    assert first_of(keys).tolist() == [[True, True, False], [False, False, True]]
-    assert first_of(keys, torch.arange(2).unsqueeze(1)).tolist() == [[True, True, False], [True, False, True]]
+    assert first_of(keys[None]).tolist() == [[[True, True, False], [False, False, True]]]
+    assert first_of(keys[None], torch.arange(2).unsqueeze(1)).tolist() == [[[True, True, False], [True, False, True]]]
 
 
 def test_numbers_are_exact():
