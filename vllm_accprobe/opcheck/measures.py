@@ -173,7 +173,7 @@ class _Sums:
     def all(self, g: Any, m: Any) -> Iterator[dict[str, float]]:
         """What each output comes to, after everything. g, m: [outputs, n]."""
         zeros = self.xp.zeros(len(g), dtype=self.arrays.double)
-        self._of = {name: zeros - (name in _TOPS) for name in (*_TOPS, *_NAMES)}
+        self._of = {name: zeros - float(name in _TOPS) for name in (*_TOPS, *_NAMES)}
         for a, b in _blocks(g, m):
             self._add(a, b)
         names, columns = list(self._of), [x.tolist() for x in self._of.values()]

@@ -408,12 +408,12 @@ def _settled(dump: Dump, o: _Output, examined: bool = True) -> CheckResult:
     if not v.passed:
         more["chance"] = min(1.0, v.chance * options.budget.outputs)
     if unchecked := expected.only_measured or (expected.unseen if v.passed else ""):
-        more |= {"status": SKIP, "checked": 0, "unchecked_because": unchecked, "message": unchecked}
+        more |= {"status": SKIP, "checked": 0, "unchecked_because": unchecked}
     elif pools is not None:
         more["smallest"] = o.smallest
     if o.dtype != record.dtype:
         more["stored"] = record.dtype
-    message = message_of(v, request, position, expected, len(rows))
+    message = unchecked or message_of(v, request, position, expected, len(rows))
     what = record.role, o.dtype, record.shape, record.seq
     row = judged(c, what, v, o.measures, (count, len(rows), left), message, (request, position), **more)
     if unchecked:
