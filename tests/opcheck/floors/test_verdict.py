@@ -120,8 +120,8 @@ def test_a_clean_picture_of_few_colours_passes(colours: int) -> None:
         found, pool = judge(y, mine, "bfloat16"), Pool()
         assert found.sums.few
         assert found.passed
-        pool.add(found.sums)
-        pool.add(judge(*picture(colours, seed), "bfloat16").sums)
+        pool.add([found.sums])
+        pool.add([judge(*picture(colours, seed), "bfloat16").sums])
         assert pool.breach(1e-6) is None
 
 
@@ -130,7 +130,7 @@ def test_a_scale_is_seen_in_it_all_the_same(colours: int) -> None:
     y, mine = picture(colours, 0, 1.02)
     found = judge(y, mine, "bfloat16")
     pool = Pool()
-    pool.add(found.sums)
+    pool.add([found.sums])
     assert not found.passed or pool.breach(1e-6) is not None
 
 

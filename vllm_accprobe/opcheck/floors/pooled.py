@@ -273,58 +273,69 @@ class Pool:
         self._first: ErrorSums | None = None
         self.usable, self._truncated = True, False
 
-    def add(self, s: ErrorSums, truncated: bool = False) -> None:
-        """The rows of one call; truncated: it does not round to nearest. Calls of other widths, units or models of
-        noise cannot be added up: then there is no result."""
-        first = self._first
+    def add(self, calls: Sequence[ErrorSums], truncated: bool = False) -> None:
+        """The rows of calls, in their order; truncated: one does not round to nearest. Calls of other widths, units or
+        models of noise cannot be added up: then there is no result."""
         self._truncated |= truncated
+        some = [(s, new) for s in calls if (new := self._new_rows(s))]
+        begin = 0 if self._errors else next((k for k, (s, _) in enumerate(some) if s.few), len(some))
+        masks = self._new_errors([keys_of(s.planes[:, new], self.unit) if s.keys is None else s.keys[new]
+                                  for s, new in some[begin:]])  # fmt: skip
+        for (s, new), mask in zip(some, [None] * begin + masks, strict=True):
+            by_row, by_column = s.by_row, s.by_column
+            if mask is not None:
+                planes = s.planes[:, new] * mask
+                by_row, by_column = planes.sum(2), planes.sum(1)
+            elif len(new) < by_row.shape[1]:
+                by_row, by_column = by_row[:, new], s.planes[:, new].sum(1)
+            self._sum(s, by_row, by_column)
+
+    def _new_rows(self, s: ErrorSums) -> list[int]:
+        """Which rows of a call were not met before; none where it cannot be added."""
+        first, width = self._first, s.planes.shape[2]
         if first is None:
             nothing = torch.empty(0)
             self._first = first = replace(s, planes=nothing, by_row=nothing, by_column=nothing, keys=None)
-            width = s.planes.shape[2] if s.planes.shape[2] <= MOST_WIDTH else 1
-            self._columns = torch.zeros(8, width, dtype=torch.float64)
+            self._columns = torch.zeros(8, width if width <= MOST_WIDTH else 1, dtype=torch.float64)
         assert self._columns is not None
-        wide = s.planes.shape[2] > MOST_WIDTH
         self.usable &= (s.unit, s.common, s.groups, s.shared) == (first.unit, first.common, first.groups, first.shared)
-        self.usable &= self._columns.shape[1] == (1 if wide else s.planes.shape[2])
+        self.usable &= self._columns.shape[1] == (1 if width > MOST_WIDTH else width)
         if not self.usable:
-            return
-        powers = s.by_row[POWER].tolist()
+            return []
+        powers, new = s.by_row[POWER].tolist(), []
         self.seen += len(powers)
-        new = []
         for k, power in enumerate(powers):
             if power and power not in self._met:
                 self._met.add(power)
                 new.append(k)
-        if not new:
-            return
-        by_row, by_column = s.by_row, s.by_column
-        if s.few or self._errors:
-            planes = s.planes[:, new]
-            planes = planes * self._new_errors(keys_of(planes, self.unit) if s.keys is None else s.keys[new])
-            by_row, by_column = planes.sum(2), planes.sum(1)
-        elif len(new) < len(powers):
-            by_row, by_column = by_row[:, new], s.planes[:, new].sum(1)
         self.rows += len(new)
-        self._columns += by_column.sum(1, keepdim=True) if wide else by_column
+        return new
+
+    def _sum(self, s: ErrorSums, by_row: Tensor, by_column: Tensor) -> None:
+        self._columns += by_column.sum(1, keepdim=True) if s.planes.shape[2] > MOST_WIDTH else by_column
         if s.groups:
             self._grouped += float((by_row[POWER] * by_row[NOISE]).sum()) / s.groups
             self._grouped_squares += float(by_row[NOISE].square().sum()) / s.groups
         if s.common:
             self._common += float(by_row[POWER].square().sum()) * s.common**2 / 3.0
 
-    def _new_errors(self, keys: torch.Tensor) -> torch.Tensor:
-        """Which errors were not met before (verdict.repeated), in these rows or in earlier ones."""
+    def _new_errors(self, calls: Sequence[Tensor]) -> list[Tensor]:
+        """Of each call's keys, which errors were not met before (verdict.repeated), in its rows or in earlier ones."""
+        if not calls:
+            return []
+        keys = torch.cat([k.reshape(-1) for k in calls])
         kept, (new,) = self._errors, first_of(keys[None])
         for known in kept:
-            at = torch.searchsorted(known, keys).clamp_(max=len(known) - 1)
-            new &= known[at] != keys
-        more = keys[new][: _KEPT - sum(map(len, kept))]
+            new &= known[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)] != keys
+        more, room = keys[new], _KEPT - sum(map(len, kept))
+        if len(more) > room and len(calls) > 1:  # what is not remembered is new again
+            return [new for k in calls for new in self._new_errors([k])]
+        more = more[:room]
         if len(more):
             while kept and len(kept[-1]) < 2 * len(more):
                 more = torch.cat((kept.pop(), more))
             kept.append(sorted_lines(more[None])[0])
-        return new
+        return [n.view(k.shape) for n, k in zip(new.split([k.numel() for k in calls]), calls, strict=True)]
 
     def pooled(self) -> tuple[float, float, float, float] | None:
         """(variance over expected, degrees of freedom, scale, its standard error); None where nothing is known."""
@@ -450,12 +461,17 @@ class Pools:
         self._of: dict[str, tuple[Pool, CheckResult]] = {}
         self._wrong: set[str] = set()
 
-    def add(self, row: CheckResult, v: Verdict) -> None:
-        """One output with its verdict."""
-        if row.status == FAIL:
-            self._wrong.add(row.role)
-        elif v.sums is not None:
-            self._of.setdefault(row.role, (Pool(), row))[0].add(v.sums, bool(v.rounding))
+    def add(self, outputs: Iterable[tuple[CheckResult, Verdict]]) -> None:
+        """Outputs with their verdicts, in their order."""
+        some: dict[str, list[Verdict]] = {}
+        for row, v in outputs:
+            if row.status == FAIL:
+                self._wrong.add(row.role)
+            elif v.sums is not None:
+                self._of.setdefault(row.role, (Pool(), row))
+                some.setdefault(row.role, []).append(v)
+        for role, verdicts in some.items():
+            self._of[role][0].add([v.sums for v in verdicts if v.sums], any(v.rounding for v in verdicts))
 
     def rows(self, budget: Budget) -> Iterator[CheckResult]:
         """Outputs no call of which failed, and all of which together do."""

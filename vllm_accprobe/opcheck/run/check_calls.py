@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -331,8 +332,21 @@ def _judged(
         except _UNFIT:  # one of them does not fit: each says whether it is that one
             for o in group:
                 o.verdict = None
-    for captured, rows in calls:
-        yield captured, [r if isinstance(r, CheckResult) else _row(dump, r) for r in rows]
+    pooled: Pooled = []
+    done = [(captured, [r if isinstance(r, CheckResult) else _row(dump, r, pooled) for r in rows])
+            for captured, rows in calls]  # fmt: skip
+    _pool(pooled)
+    yield from done
+
+
+Pooled = list[tuple[Pools, CheckResult, Verdict]]
+"""What is to be added to pools, in order: together, because each addition looks up the errors that were met."""
+
+
+def _pool(pooled: Pooled) -> None:
+    for pools, some in groupby(pooled, lambda p: p[0]):
+        pools.add((row, v) for _, row, v in some)
+    pooled.clear()
 
 
 def _judge(group: Sequence[_Output]) -> None:
@@ -351,18 +365,18 @@ def _judge(group: Sequence[_Output]) -> None:
             o.smallest = smallest
 
 
-def _row(dump: Dump, o: _Output) -> CheckResult:
+def _row(dump: Dump, o: _Output, pooled: Pooled) -> CheckResult:
     try:
         if o.cut:
-            return merged(list(_pieces(dump, o)), o.record.shape)
+            return merged(list(_pieces(dump, o, pooled)), o.record.shape)
         if o.verdict is None:
             _judge([o])
-        return _settled(dump, o)
+        return _settled(dump, o, pooled)
     except _UNFIT as error:
         return o.without(ERROR, f"{_NO_FIT}: {error}")
 
 
-def _pieces(dump: Dump, o: _Output) -> Iterator[CheckResult]:
+def _pieces(dump: Dump, o: _Output, pooled: Pooled) -> Iterator[CheckResult]:
     """The rows of a large output that is judged some rows at a time, each with its share of the chance."""
     expected, mine, n = o.expected, o.mine, len(o.mine)
     size = max(1, _AT_ONCE * n // mine.numel())
@@ -378,11 +392,12 @@ def _pieces(dump: Dump, o: _Output) -> Iterator[CheckResult]:
         found = _with_rows(part)
         if not isinstance(found, CheckResult):
             _judge([part])
-            found = _settled(dump, part, examined=not a or not (part.verdict.passed or here.only_measured))
+            found = _settled(dump, part, pooled, examined=not a or not (part.verdict.passed or here.only_measured))
+        _pool(pooled)  # what is kept of so large ones until then is large
         yield found
 
 
-def _settled(dump: Dump, o: _Output, examined: bool = True) -> CheckResult:
+def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> CheckResult:
     """examined: whether how it was computed may be."""
     c, record, expected, (_, _, options, pools) = o.to.captured, o.record, o.expected, o.to
     reference, mine, rows, v = o.rows.reference, o.rows.mine, o.rows.at, o.verdict
@@ -419,7 +434,7 @@ def _settled(dump: Dump, o: _Output, examined: bool = True) -> CheckResult:
     if unchecked:
         return row
     if pools is not None:
-        pools.add(row, v)
+        pooled.append((pools, row, v))
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
     share = ait.abs_share(reference, mine, o.dtype) if options.within else None
     return row if share is None else replace(row, algorithm=f"{row.algorithm} {ait.WITHIN}{share:.12g}".strip())
