@@ -7,7 +7,7 @@ import torch
 
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
 from vllm_accprobe.opcheck.floors.pooled import Pool
-from vllm_accprobe.opcheck.floors.verdict import first_of, judge, repeated
+from vllm_accprobe.opcheck.floors.verdict import first_of, judge, judge_each, repeated
 from vllm_accprobe.opcheck.reference import Expected
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -165,3 +165,17 @@ def test_rows_without_a_reference_are_left_out():
     assert (found.noise.tolist(), found.bound, found.exact) == ([[0.5, 0.5]] * 2, None, None)
     assert found.judge("bfloat16").passed
     assert not OutputRows.of(Expected(value), mine, 0).judge("bfloat16").passed
+
+
+def test_calls_that_are_judged_together_get_what_each_gets_alone() -> None:
+    y = torch.stack([exact(), exact(seed=1), exact(seed=2), exact(seed=3)])
+    mine = torch.stack([rounded(y[0], "bfloat16"), rounded(y[1] * 1.01, "bfloat16"), y[2].float().double(), y[3]])
+    y[2, 0, 0] = math.nan
+    y[3] = mine[3] = (8 * y[3]).round() / 8  # many equal numbers, as a few colours are
+    mine[3] += 2.0**-7 * y[3]
+    noise = 1e-3 * y.abs().nan_to_num()
+    together = judge_each(y, mine, "bfloat16", noise=noise)
+    alone = [judge(a, b, "bfloat16", noise=n) for a, b, n in zip(y, mine, noise, strict=True)]
+    assert together == alone
+    assert [v.passed for v in together] == [True, False, False, False]
+    assert [v.sums is not None and v.sums.few for v in together] == [False, False, False, True]
