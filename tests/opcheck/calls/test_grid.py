@@ -62,9 +62,9 @@ def test_a_tensor_with_one_value_off_the_grid_is_its_own_dtype(container: str) -
     [
         torch.zeros(64), torch.ones(64), torch.arange(256.0), torch.arange(200.0) / 16,
         2.0 ** torch.arange(-20.0, 20.0), torch.tensor([0.5, 1.5, -0.75, 1.25] * 50), torch.tensor([1.0078125]),
-        torch.zeros(0), torch.full((50,), float("nan")), torch.arange(64),
+        torch.zeros(0), torch.full((50,), float("nan")), torch.arange(64), torch.ones(64).to(torch.float8_e4m3fn),
     ],
-    ids=["zeros", "ones", "integers", "steps", "powers", "constants", "one", "empty", "nan", "int64"],
+    ids=["zeros", "ones", "integers", "steps", "powers", "constants", "one", "empty", "nan", "int64", "8 bits"],
 )  # fmt: skip
 def test_few_values_prove_nothing(values: torch.Tensor) -> None:
     assert grid.lies_on(values) == ""

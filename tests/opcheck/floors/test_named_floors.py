@@ -149,7 +149,7 @@ def pooled(wrong, calls: int = 60, rows: int = 8, width: int = 256, noise: float
         e = None if not noise else noise * y.abs()
         v = verdict.judge(y, rounded(wrong(y, n)), "bfloat16", BUDGET.output, noise=e, **more)
         assert v.passed, v  # nothing is seen in a single call
-        pool.add(v.sums)
+        pool.add([v.sums])
     return pool
 
 
@@ -192,7 +192,7 @@ def test_faults_at_twice_the_floor_are_seen_in_one_call_or_in_all() -> None:
                 mine = rounded(wrong(y, n))
                 v = verdict.judge(y, mine, "bfloat16", BUDGET.output, noise=noise * y.abs())
                 seen |= not v.passed
-                pool.add(v.sums)
+                pool.add([v.sums])
             assert seen or pool.breach(BUDGET.tap) is not None
 
 
@@ -209,7 +209,7 @@ def test_a_column_of_nearly_equal_values_has_one_rounding_error() -> None:
         y = steady(n)
         v = verdict.judge(y, rounded(y), "bfloat16", BUDGET.output)
         assert v.passed
-        pool.add(v.sums)
+        pool.add([v.sums])
     assert pool.breach(BUDGET.tap) is None
     y = torch.cat([steady(n) for n in range(60)])
     assert verdict.judge(y, rounded(y), "bfloat16", BUDGET.output).passed
@@ -219,7 +219,7 @@ def test_the_same_rows_again_say_nothing_new() -> None:
     pool = Pool()
     y = draw(8, 64)
     for _ in range(500):
-        pool.add(verdict.judge(y, rounded(y), "bfloat16", BUDGET.output).sums)
+        pool.add([verdict.judge(y, rounded(y), "bfloat16", BUDGET.output).sums])
     assert (pool.rows, pool.seen) == (8, 4000)
     assert pool.breach(BUDGET.tap) is None
 
