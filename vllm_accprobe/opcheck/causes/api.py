@@ -35,6 +35,7 @@ from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, required
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references.norms import known_as
 from vllm_accprobe.opcheck.roundings import ROUNDED
 
 SETTING, ADDRESS, PRECISION, FACTOR = "setting", "address", "precision", "factor"
@@ -157,8 +158,8 @@ class CauseRow:
     values: Values = once
     whole: bool = False
 
-    def fits(self, cls: str) -> bool:
-        return any(fnmatchcase(cls, glob) for glob in self.classes)
+    def fits(self, call: Call) -> bool:
+        return any(fnmatchcase(known_as(call), glob) for glob in self.classes)
 
     def clause(self, value: Any) -> str:
         """The text with its parameter."""

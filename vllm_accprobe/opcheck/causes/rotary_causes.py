@@ -69,13 +69,12 @@ def _kinds(trial: Trial) -> list[str]:
 
 
 def _dims(trial: Trial) -> list[int]:
-    head = int(trial.call.attr("head_size"))
-    own = int(trial.call.attr("rotary_dim", default=head))
+    head, (_, own) = int(trial.call.attr("head_size")), rotary.way_of(trial.call)
     return [d for d in (head, head // 2, head // 4, 3 * head // 4) if d != own and d > 0 and d % 2 == 0]
 
 
 def _halves(trial: Trial) -> bool:
-    return bool(trial.call.attr("is_neox_style", default=True))
+    return rotary.way_of(trial.call)[0]
 
 
 def _sections(trial: Trial) -> Iterator[Guess]:
@@ -139,7 +138,7 @@ def _not_turned(trial: Trial, name: str) -> Mapping[str, Expected]:
 
 
 def _magnitudes(trial: Trial) -> list[Guess]:
-    _, size = rotary.angles_of(trial.call, int(trial.call.attr("rotary_dim", default=trial.call.attr("head_size"))))
+    _, size = rotary.angles_of(trial.call, rotary.way_of(trial.call)[1])
     return [] if size == 1.0 else [Guess(1.0), Guess(size * size)]
 
 
@@ -147,14 +146,11 @@ def by_table(trial: Trial, table: Callable[[Any, Any, Any], Any], own_size: bool
     """The outputs with other cosines and sines. table: (cos, sin, the dtype of rows) → both; own_size: they have the
     module's magnitude."""
     call = trial.call
-    dim = int(call.attr("rotary_dim", default=int(call.attr("head_size"))))
-    angle, size = rotary.token_angles(call, dim)
+    angle, size = rotary.token_angles(call, rotary.way_of(call)[1])
     angle, size = angle.unsqueeze(1), size if own_size else 1.0
     found: dict[str, Expected] = {}
     for roles, x, heads in rotary.query_and_key(call):
-        cos, sin = table(size * angle.cos(), size * angle.sin(), x.dtype)
-        turned = rotary.rotate(heads.double()[..., :dim], cos, sin, _halves(trial))
-        y = torch.cat((turned, heads.double()[..., dim:]), -1)
+        y = rotary.by_table(call, heads.double(), *table(size * angle.cos(), size * angle.sin(), x.dtype))
         found |= {role: with_value(trial, y, role) for role in roles if role in trial.plain}
     return found
 
