@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from opcheck.samples.definitions import attend, lower
+from opcheck.samples.sample import wide
 
 from vllm_accprobe.dump.schema import REPLICATED, Record, RowSpace, Segment
 from vllm_accprobe.opcheck.calls.neighbours import Past
@@ -150,17 +153,10 @@ def softmax(
     q: Tensor, k: Tensor, v: Tensor, first: int, *, scale: float, cap: float = 0.0, window: int = 0,
     sinks: Tensor | None = None, order: Sequence[int] | None = None, slopes: Sequence[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention by a loop over queries and heads. order: the key head of each query head."""
-    q, k, v = (t.double().reshape(len(t), -1, HEAD) for t in (q, k, v))
-    out = torch.zeros_like(q)
-    for n in range(len(q)):
-        for h in range(q.shape[1]):
-            g = order[h] if order is not None else h * k.shape[1] // q.shape[1]
-            low = max(0, first + n + 1 - window) if window else 0
-            keys, values = k[low : first + n + 1, g], v[low : first + n + 1, g]
-            s = keys @ q[n, h] * scale
-            s = s + slopes[h] * torch.arange(low, first + n + 1) if slopes else s
-            s = cap * torch.tanh(s / cap) if cap else s
-            s = s if sinks is None else torch.cat((s, sinks[h : h + 1].double()))
-            out[n, h] = torch.softmax(s, 0)[: len(values)] @ values
-    return out.flatten(1)
+    """order: the key head of each query head."""
+    q, k, v = (wide(t).reshape(len(t), -1, HEAD) for t in (q, k, v))
+    k, v = (x if order is None else x[:, order] for x in (k, v))
+    added = lower(len(q), first + len(q), window=window)
+    added = added if slopes is None else added + np.array(slopes)[:, None, None] * np.arange(len(k))
+    y = attend(q, k, v, scale, added, cap=cap, sinks=None if sinks is None else wide(sinks))
+    return torch.from_numpy(y).flatten(1)

@@ -99,15 +99,6 @@ def _weighed(change: Callable[[Any, float], Any]) -> Callable[[Trial, Any], Call
         "weight": change(trial.call.param("weight"), norms.offset_of(trial.call))})  # fmt: skip
 
 
-def _centred(trial: Trial, _: Any) -> Any:
-    return norms.layer_norm(normed_input(trial.call), norms.weight_of(trial.call), None, own_epsilon(trial))
-
-
-def _not_centred(trial: Trial, _: Any) -> Any:
-    x = trial.call.wide(*norms.INPUT)
-    return norms.rms_norm(x, norms.weight_of(trial.call), own_epsilon(trial)) + _parts(trial).bias
-
-
 def _with_input(names: tuple[str, ...], times: float, *roles: str) -> Callable[[Trial, Any], Any]:
     """A norm whose input, or residual, of these names is ``times`` as large. roles: the outputs that show it; all."""
 
@@ -120,10 +111,6 @@ def _with_input(names: tuple[str, ...], times: float, *roles: str) -> Callable[[
         return {role: outputs[role] for role in roles or outputs}
 
     return found
-
-
-def _bias(times: float) -> Callable[[Trial, Any], Call]:
-    return lambda trial, _: edited(trial.call, params={"bias": trial.call.param("bias") * times})
 
 
 CAUSES = (
@@ -151,8 +138,11 @@ CAUSES = (
              _weighed(lambda w, one: decline("it does so") if one else w + 1.0)),
     CauseRow("weight_without_one", SETTING, RMS, "with its weight instead of 1 + its weight",
              _weighed(lambda w, one: w - 1.0 if one else decline("it does so"))),
-    CauseRow("centred", SETTING, RMS, "with its mean taken off before, as a LayerNorm does", _centred),
-    CauseRow("not_centred", SETTING, LAYER, "without taking its mean off, as an RMSNorm does", _not_centred),
+    CauseRow("centred", SETTING, RMS, "with its mean taken off before, as a LayerNorm does",
+             lambda t, _: norms.layer_norm(normed_input(t.call), norms.weight_of(t.call), None, own_epsilon(t))),
+    CauseRow("not_centred", SETTING, LAYER, "without taking its mean off, as an RMSNorm does",
+             lambda t, _: _parts(t).bias + norms.rms_norm(t.call.wide(*norms.INPUT), norms.weight_of(t.call),
+                                                          own_epsilon(t))),
     CauseRow("sample_variance", SETTING, LAYER, "with its variance over n - 1 numbers instead of n",
              _power(lambda power, width: power * (width / (width - 1.0)))),
     CauseRow("no_residual", SETTING, RMS, "without adding its residual", _with_input(norms.RESIDUAL, 0.0)),
@@ -161,6 +151,8 @@ CAUSES = (
              _with_input(norms.RESIDUAL, 0.0, "output.0")),
     CauseRow("norm_of_residual_alone", SETTING, RMS, "of its residual alone, without its input",
              _with_input(norms.INPUT, 0.0, "output.0")),
-    CauseRow("no_bias", SETTING, LAYER, "without its bias", _bias(0.0)),
-    CauseRow("bias_twice", SETTING, LAYER, "with its bias added twice", _bias(2.0)),
+    CauseRow("no_bias", SETTING, LAYER, "without its bias",
+             lambda t, _: edited(t.call, params={"bias": t.call.param("bias") * 0.0})),
+    CauseRow("bias_twice", SETTING, LAYER, "with its bias added twice",
+             lambda t, _: edited(t.call, params={"bias": t.call.param("bias") * 2.0})),
 )  # fmt: skip

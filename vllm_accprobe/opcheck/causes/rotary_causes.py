@@ -43,12 +43,8 @@ def _role(trial: Trial) -> str:
     return max(trial.roles(), key=off)
 
 
-def _with(trial: Trial, **attrs: Any) -> Call:
-    return edited(trial.call, attrs=attrs)
-
-
 def _other_base(trial: Trial, base: float) -> Call:
-    return _with(trial, base=base)
+    return edited(trial.call, attrs={"base": base})
 
 
 def _bases(trial: Trial) -> Iterator[Guess]:
@@ -161,8 +157,10 @@ CAUSES = (
              _no_scaling),
     CauseRow("other_scaling", SETTING, ROTARY, "with the frequencies of {0}",
              lambda t, cls: replace(t.call, cls=cls), _kinds),
-    CauseRow("other_dim", SETTING, ROTARY, "with {0} channels turned", lambda t, dim: _with(t, rotary_dim=dim), _dims),
-    CauseRow("other_pairs", SETTING, ROTARY, "with {0} for pairs", lambda t, _: _with(t, is_neox_style=not _halves(t)),
+    CauseRow("other_dim", SETTING, ROTARY, "with {0} channels turned",
+             lambda t, dim: edited(t.call, attrs={"rotary_dim": dim}), _dims),
+    CauseRow("other_pairs", SETTING, ROTARY, "with {0} for pairs",
+             lambda t, _: edited(t.call, attrs={"is_neox_style": not _halves(t)}),
              lambda t: ["neighbours instead of halves" if _halves(t) else "halves instead of neighbours"]),
     CauseRow("other_sections", SETTING, _SECTIONED, "with the sections {0} of its channels (interleaved: {1})",
              _other_sections, _sections),
