@@ -1,12 +1,12 @@
 """Rounding toward zero is seen in the numbers, honest at the default standard, and hides no fault."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from opcheck_dumps import Maker
+from support.csv_rows import csv_rows
 from support.truncated import truncated
 
 from vllm_accprobe.cli import main
@@ -224,8 +224,7 @@ def test_it_is_named_once_and_strict_fails_it(dump: Path, tmp_path: Path, capsys
     assert main(["opcheck", str(dump), "-j", "0", "--out", str(tmp_path / "out")]) == 0
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "toward zero" in line]
     assert said == "  LayerNorm, bfloat16: rounds toward zero (up to 1 rounding of bfloat16)"
-    with (tmp_path / "out" / "opcheck.csv").open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(tmp_path / "out" / "opcheck.csv")
     assert {(r["class"], r["rounding"], r["status"]) for r in rows} == {
         ("RMSNorm", "", "pass"), ("LayerNorm", "toward zero", "pass"),
     }  # fmt: skip
