@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from opcheck.samples.definitions import attend, lower
 from opcheck.samples.sample import wide
 
@@ -43,6 +44,15 @@ def captured(call: Call, step: int = 0) -> Captured:
 def with_output(call: Call, *outputs: Tensor, dtype: Any = torch.bfloat16) -> Call:
     """``call`` as if it had given these, rounded to ``dtype``."""
     return replace(call, outputs={f"output.{k}": t.to(dtype) for k, t in enumerate(outputs)})
+
+
+def given(
+    call: Call, y: Callable[..., Any], *of: str, kind: Any = torch.float64, dtype: Any = torch.bfloat16
+) -> Call:  # fmt: skip
+    """``call`` as if it had given ``y`` of these of its inputs and parameters, computed in ``kind``."""
+    known = {**call.inputs, **call.params}
+    found = y(*(known[n].to(kind) for n in of))
+    return with_output(call, *(found if isinstance(found, tuple) else (found,)), dtype=dtype)
 
 
 def honest(call: Call, *shapes: Sequence[int], dtype: Any = torch.bfloat16) -> Call:
@@ -95,12 +105,42 @@ def linear(seed: int = 0, rows: int = ROWS, bias: bool = True, cls: str = "Colum
                 params=params | ({"bias": drawn(seed + 2, 48)} if bias else {}))  # fmt: skip
 
 
-def rotary(seed: int = 0, rows: int = ROWS) -> Call:
-    """Rows of two requests."""
-    at = torch.cat((torch.arange(30, 30 + rows // 2), torch.arange(7, 7 + rows - rows // 2)))
+def rotary(seed: int = 0, rows: int = ROWS, at: Tensor | None = None) -> Call:
+    """Rows of two requests. at: their positions, otherwise."""
+    if at is None:
+        at = torch.cat((torch.arange(30, 30 + rows // 2), torch.arange(7, 7 + rows - rows // 2)))
+    rows = len(at)
     inputs = {"positions": at, "query": drawn(seed, rows, HEADS * HEAD), "key": drawn(seed + 1, rows, KV * HEAD)}
     return Call("layers.0.rope", "RotaryEmbedding", inputs,
                 attrs={"base": 10000.0, "head_size": HEAD, "rotary_dim": HEAD, "is_neox_style": True})  # fmt: skip
+
+
+def turned(
+    x: Tensor, angle: Tensor, dim: int = HEAD, neighbours: bool = False, table: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """Heads side by side, turned by complex numbers of these angles [rows, dim / 2], in float64."""
+    cos, sin = (t if table is None else table(t) for t in (angle.cos(), angle.sin()))
+    x, unit = x.double().unflatten(1, (-1, HEAD)), torch.complex(cos.double(), sin.double())[:, None]
+    turn = x[..., :dim]
+    if neighbours:
+        y = torch.view_as_real(torch.view_as_complex(turn.unflatten(-1, (-1, 2)).contiguous()) * unit).flatten(-2)
+    else:
+        z = torch.complex(*turn.chunk(2, -1)) * unit
+        y = torch.cat((z.real, z.imag), -1)
+    return torch.cat((y, x[..., dim:]), -1).flatten(1)
+
+
+def wrong_rotary(
+    at: Tensor | None = None, base: float = 10000.0, dim: int = HEAD, neighbours: bool = False,
+    positions: Callable[[Tensor], Tensor] = lambda p: p, key: Callable[[Tensor], Tensor] | None = None,
+    table: Callable[[Tensor], Tensor] | None = None,
+) -> Call:  # fmt: skip
+    """key: positions of the key, where its own."""
+    call = rotary(at=at)
+    f = torch.tensor([base ** (-2.0 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    return given(call, lambda p, q, k: tuple(turned(x, used(p).double()[:, None] * f, dim, neighbours, table)
+                                             for x, used in ((q, positions), (k, key or positions))),
+                 "positions", "query", "key")  # fmt: skip
 
 
 def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Call:
@@ -114,6 +154,28 @@ def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Cal
     return Call("layers.0.experts", "UnquantizedFusedMoEMethod", inputs, params=params,
                 parent={"activation": "silu", "renormalize": True, "scoring_func": "softmax", "top_k": 2},
                 extra={"router_logits": logits})  # fmt: skip
+
+
+def wrong_experts(
+    ids: Callable[[Tensor], Tensor] = lambda i: i, act: Callable[[Tensor], Tensor] = F.silu, exchanged: bool = False,
+    on_input: bool = False, fewer: int = 0, weights: Callable[[Tensor], Tensor] = lambda w: w, missing: int = -1,
+    matrices: Callable[[Tensor], Tensor] = lambda w: w,
+) -> Call:  # fmt: skip
+    """Experts by a loop over rows."""
+    call = experts()
+
+    def looped(x: Tensor, w: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        w, w13, w2, chosen, out = weights(w), matrices(w13), matrices(w2), ids(call.inputs["topk_ids"]), x * 0.0
+        for n in range(len(x)):
+            for k in range(fewer or chosen.shape[1]):
+                e = int(chosen[n, k])
+                if e != missing:
+                    gate, up = (w13[e] @ (x[n] * w[n, k] if on_input else x[n])).chunk(2)
+                    y = w2[e] @ (act(up) * gate if exchanged else act(gate) * up)
+                    out[n] += y if on_input else w[n, k] * y
+        return out
+
+    return given(call, looped, "x", "topk_weights", "w13_weight", "w2_weight")
 
 
 def attention(
