@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ def _not_written(trial: Trial, where: tuple[str, tuple[_Gone, ...]]) -> Call:
     runs = [CachedRun(*run) for run in cache.requests(True)]
     for number, first, stop in where[1]:
         for k in range(len(runs)) if number == _EACH else (number,):
-            past = _other(runs[k].past, lambda t, some=slice(first, stop): _zeroed(t, some))
+            past = _other(runs[k].past, partial(_zeroed, some=slice(first, stop)))
             runs[k] = replace(runs[k], past=past)
     return edited(trial.call, extra={"cache": StoredCache(runs, cache.why)})
 
