@@ -1,12 +1,12 @@
 """Numbers of a coarser dtype in a wider container are judged by their own grid; a float32 kernel that rounds is not."""
 
-import csv
 from pathlib import Path
 
 import h5py
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
+from support.csv_rows import csv_rows
 from support.opchecked import check
 from support.peer_dumps import unpack
 
@@ -188,8 +188,7 @@ def test_another_tools_fault_free_dump_passes_and_says_which_grid(tmp_path, caps
     assert main(["opcheck", str(golden), "-j", "0", "--out", str(tmp_path / "o")]) == 0
     said = capsys.readouterr().out
     assert "hold bfloat16 numbers: judged by what bfloat16 can hold" in said
-    with (tmp_path / "o/opcheck.csv").open(newline="") as f:
-        judged = [r for r in csv.DictReader(f) if r["status"] in ("pass", "fail")]
+    judged = [r for r in csv_rows(tmp_path / "o/opcheck.csv") if r["status"] in ("pass", "fail")]
     assert {(r["dtype"], r["stored"]) for r in judged} == {("bfloat16", "float32")}
 
 
