@@ -177,7 +177,7 @@ def fused(
 def offset_of(call: Call) -> float:
     """What is added to the weight, by the source where it was read. By name: Gemma's norms weigh with 1 + w, but for
     the latest, which do as everybody else."""
-    words, cls = call.attrs.get(CODE) or (), call.cls
+    words, cls = call.attrs.get(CODE) or (), call.cls.removeprefix("TPAware")  # vLLM's backend for transformers
     if "mean" in words or ONE_PLUS_WEIGHT in words:
         return float(ONE_PLUS_WEIGHT in words)
     gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
