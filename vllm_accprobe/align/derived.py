@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_accprobe.align.mapping import CAT, ROPE, SUM
+from vllm_accprobe.align.mapping import CAT, HALVES, ROPE, SUM
 from vllm_accprobe.dump.dtypes import DTYPES, put_into, round_to_bfloat16, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
@@ -152,7 +152,8 @@ COMPUTED = -1
 class Derived(Record):
     """A record built from ``parts``. label: its name in its own engine's spelling; rule: which rule made it.
 
-    heads: of one part, the arguments of `by_part`; of a rotary embedding the size of a head, and 1 where neighbours are
+    heads: of one part, the arguments of `by_part`, or for ``halves`` (the two of each pair half a head apart) the size
+    of a head; of a rotary embedding the size of a head, and 1 where neighbours are
     turned as pairs; () where that is not known."""
 
     parts: tuple[Record, ...] = ()
@@ -239,6 +240,10 @@ def derive(
     if heads and join == CAT:
         axis = 0 if role.startswith("param.") else -1
         if not shape or shape[axis] % math.prod((heads[0], heads[1] + 2)) or layout.kind == "shard":
+            return "it has no whole heads"
+    if join == HALVES:
+        axis = 0 if role.startswith("param.") else -1
+        if not shape or shape[axis] % heads[0] or heads[0] % 2 or layout.kind == "shard":
             return "it has no whole heads"
     stored = all(p.payload is not None for p in parts)
     nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].storage.itemsize
@@ -353,6 +358,10 @@ def _make(dump: Any, record: Derived) -> np.ndarray:
         value = rope(floats[0], floats[1], floats[2], *record.heads) if turned else _total(floats)
     if record.heads and record.join == CAT:
         value = by_part(value, record.dim, *record.heads)
+    if record.join == HALVES:
+        moved = np.moveaxis(value, record.dim, 0)
+        pairs = moved.reshape(-1, record.heads[0] // 2, 2, *moved.shape[1:])
+        value = np.moveaxis(np.swapaxes(pairs, 1, 2).reshape(moved.shape), 0, record.dim)
     return np.ascontiguousarray(np.transpose(value, record.transpose) if record.transpose else value)
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-CAT, SUM, ROPE = "cat", "sum", "rope"
+CAT, SUM, ROPE, HALVES = "cat", "sum", "rope", "halves"
 _MAX_FILE = 4 << 20
 AIT_FILE = "op_mapping_file.json"
 _TYPE = re.compile(r"[A-Za-z0-9_]{1,200}")

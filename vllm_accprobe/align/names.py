@@ -19,6 +19,7 @@ from typing import Any
 from vllm_accprobe.align.derived import Derived, View, derive
 from vllm_accprobe.align.engines import vllm_names
 from vllm_accprobe.align.engines.attention_inputs import attention_inputs
+from vllm_accprobe.align.engines.other_order import in_order
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
@@ -279,6 +280,9 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         # the rules say how vLLM's places are made, whichever side vLLM is
         swapped = sides[0] == vllm_names.VLLM
         theirs, own = (mine, golden) if swapped else (golden, mine)
+        theirs, notes = in_order(theirs, own)
+        golden, mine = (own, theirs) if swapped else (theirs, own)
+        lines += notes
         stored = {**vllm_names.stored_otherwise(theirs, own), **attention_inputs(own)}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes

@@ -123,3 +123,16 @@ def test_what_nobody_says_is_not_checked_and_counted(bias: Any, router: dict[str
     found = evaluated(glm_call(bias, **router))["input.topk_weights"]
     assert not found.rows.any()
     assert why in found.reason
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_routers_logits_are_found_wherever_it_gives_them_out(factor: float) -> None:
+    """Granite's router gives out the chosen experts, their weights, and the logits last."""
+    x, weight = torch.randn(5, 16), torch.randn(4, 16)
+    logits = factor * (x @ weight.T)
+    top = logits.topk(2)
+    outputs = {"output.0": top.indices, "output.1": top.values.softmax(-1), "output.2": logits}
+    call = Call("router", "GraniteMoeTopKRouter", {"hidden_states": x}, params={"weight": weight}, outputs=outputs)
+    found = evaluated(call)
+    assert set(found) == {"output.2"}
+    assert torch.allclose(found["output.2"].value.float(), logits, atol=1e-4) == (factor == 1.0)

@@ -81,6 +81,7 @@ def _rotary(q: str, k: str) -> list[TapRule]:
 
 
 _STREAM = "input.hidden_states"
+_BIAS = "param.e_score_correction_bias"
 _NORMS = r"re:((?:.*\.)?[^.]*(?:norm|ln)[^.]*)"
 _MLA = r"re:(.*\.self_attn)\.mla_attn"
 _RULES = (
@@ -140,7 +141,13 @@ _RULES = (
     _rule(
         "experts' router logits ← the router",
         r"re:(.*)\.experts",
-        _one("input.router_logits", "{1}.gate", "output.0"),
+        *(_one("input.router_logits", f"{{1}}.{name}", OUTPUT) for name in ("gate", "router")),
+    ),
+    _rule(
+        "the bias of the experts' scores ← the router's",
+        r"re:(.*)",
+        _one(_BIAS, "{1}.gate", _BIAS),
+        needs=f"{{1}}/{_BIAS}",
     ),
     _rule(
         "routed experts ← experts",
@@ -185,22 +192,23 @@ _RENAMES = (
     Rename(r"re:model\.language_model(.*)", "language_model.model{1}", "language_model.model is model.language_model"),
     Rename("lm_head", "language_model.lm_head", "language_model.lm_head is lm_head"),
     Rename(
-        r"re:(.*\.layers\.\d+)\.mlp((?:\.(?:gate|experts)(?:\..*)?)?)",
+        r"re:(.*\.layers\.\d+)\.mlp((?:\.(?:gate|router|experts)(?:\..*)?)?)",
         "{1}.block_sparse_moe{2}",
         "block_sparse_moe is mlp",
     ),
+    Rename(r"re:(.*)\.router", "{1}.gate", "gate is router"),
     Rename(
-        r"re:(.*\.mlp)\.shared_experts(.*)",
+        r"re:(.*)\.shared_experts(.*)",
         "{1}.experts._shared_experts._layer{2}",
         "_shared_experts is shared_experts",
     ),
     # Qwen2-MoE: vLLM's module holds the gate of the shared expert too, so only what is inside is the same.
     Rename(
-        r"re:(.*\.mlp)\.shared_expert\.(.*)",
+        r"re:(.*)\.shared_expert\.(.*)",
         "{1}.experts._shared_experts._layer.{2}",
         "_shared_experts is shared_expert",
     ),
-    Rename(r"re:(.*\.mlp)\.gate", "{1}.experts.gate", "experts.gate is gate"),
+    Rename(r"re:(.*)\.gate", "{1}.experts.gate", "experts.gate is gate"),
     Rename(
         r"re:(.*\.self_attn)\.kv_b_proj", "{1}.mla_attn.mla_attn.kv_b_proj", "mla_attn.mla_attn.kv_b_proj is kv_b_proj"
     ),
