@@ -356,7 +356,8 @@ def _cleared(origin: OriginEntry, rows: _Rows) -> bool:
     no inference: a replay reads them from each side, right or wrong."""
     inferred = origin.get("tier") != PROVED and not origin.get("setting")
     tap, role = str(origin["module"]), str(origin.get("role", ""))
-    return inferred and role.startswith("output") and not rows.why_not_all(tap, role)
+    made = role.startswith(("output", f"{tap}."))  # or what a module inside reads, of a recurrence that is none
+    return inferred and made and not rows.why_not_all(tap, role)
 
 
 def _is_compared(b: ReplayFinding, result: Comparison) -> bool:

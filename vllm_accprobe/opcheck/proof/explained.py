@@ -13,8 +13,9 @@ Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -279,7 +280,9 @@ class _Replayed:
             self._relations = moment, Relations(self._dump, rows=None)
         before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]
         shown = {str(x.seq): _OfRecord(x) for x in before}
-        relation = self._relations[1].explain(_OfRecord(r), list(shown.items()))
+        flat = [replace(r, shape=(r.shape[0], math.prod(r.shape[1:])))] if len(r.shape) > 2 and not r.row_dim else []
+        found = (self._relations[1].explain(_OfRecord(one), list(shown.items())) for one in (r, *flat))
+        relation = next((each for each in found if each is not None), None)
         return [] if relation is None else [shown[name].record for name in relation.takes]
 
     def _index(self, moment: tuple[int, int | None]) -> None:
