@@ -98,7 +98,9 @@ class _Block:
         if self._same(r) is not None:
             return True
         wanted = self._rows(r)
-        sources = [] if wanted is None else list(self._sources(wanted.shape[1], letter))
+        if wanted is None:
+            return None
+        sources = list(self._sources(wanted.shape[1], letter))
         joined = any(tap.endswith(".qkv_proj") for tap in self.taps)
         return any(np.array_equal(x, wanted) for _, x in sources) if sources and joined else None
 
