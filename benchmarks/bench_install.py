@@ -7,7 +7,7 @@
 The problem: who tries a tool pays its download and its first start, which no test sees. The idea: pip installs each
 tree into a folder of its own, whole and as its capture distribution (scripts/two_wheels.py), without torch; sizes are
 the files' bytes, pip and setuptools not among them. Then `accprobe --help` and `accprobe compare GOLDEN MINE` with a
-new cache (cold: numba compiles) and again (warm), wall seconds and CPU seconds. Files are in the page cache: pip has
+new cache (cold: it compiles) and again (warm), wall seconds and CPU seconds. Files are in the page cache: pip has
 just written them. Not here: speed on large dumps (bench_compare.py).
 """
 

@@ -29,6 +29,7 @@ _MLA = _DENSE | {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32,
                      "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
+_UNGROUPED = "transformers' gated norm takes all channels for one group"
 _UNCORRECTED = ("UnquantizedFusedMoEMethod", "the CPU's router without groups leaves out the scores' correction")
 _TURNED = ("RotaryEmbedding", "the CPU's kernel rotates tensors of three dimensions wrongly")
 _MAMBA2 = {
@@ -125,18 +126,19 @@ MODELS: dict[str, Architecture] = {
                             "shared_intermediate_size": 96, "num_hidden_layers": 4,
                             "layer_types": ["mamba", "attention", "mamba", "attention"],
                             "residual_multiplier": 0.3, "attention_multiplier": 0.125,
-                            "position_embedding_type": None}),
+                            "position_embedding_type": None}, differs=_UNGROUPED),
     "falcon-h1": Architecture("FalconH1Config", "FalconH1ForCausalLM",
                   _DENSE | _MAMBA2
                   | {"head_dim": 32, "mamba_d_ssm": 256, "mamba_rms_norm": True, "key_multiplier": 0.4,
                      "ssm_out_multiplier": 0.3, "ssm_in_multiplier": 0.8, "attention_out_multiplier": 0.6,
                      "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "mlp_multipliers": [0.7, 0.5],
-                     "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]}),
+                     "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]},
+                  differs="transformers norms before the gate, which vLLM applies first"),
     "mamba2": Architecture("Mamba2Config", "Mamba2ForCausalLM",
                {"hidden_size": 128, "state_size": 16, "num_heads": 8, "head_dim": 32, "expand": 2, "n_groups": 2,
                 "num_hidden_layers": 3, "conv_kernel": 4, "chunk_size": 32, "tie_word_embeddings": False,
                 "use_bias": False, "use_conv_bias": True, "rms_norm": True, "residual_in_fp32": False,
-                "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1}),
+                "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1}, differs=_UNGROUPED),
     "qwen3-next": Architecture("Qwen3NextConfig", "Qwen3NextForCausalLM",
                    _DENSE | {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
                              "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,

@@ -65,7 +65,7 @@ MODELS: dict[str, Architecture] = {
                          new_decoder_architecture=True),
     "falcon-alibi": _entry("FalconConfig", "FalconForCausalLM", _IDS, hidden_size=128, num_hidden_layers=3,
                            num_attention_heads=4, multi_query=False, parallel_attn=False, bias=True, alibi=True,
-                           new_decoder_architecture=False),
+                           new_decoder_architecture=False, differs="transformers adds ALiBi to scores and mask"),
     "exaone4": _entry("Exaone4Config", "Exaone4ForCausalLM", num_hidden_layers=4, sliding_window_pattern=4,
                       **_LOCAL, **_types("sliding", "sliding", "sliding", "full")),
     "nemotron": _entry("NemotronConfig", "NemotronForCausalLM", hidden_act="relu2", partial_rotary_factor=0.5, **_HEAD),

@@ -42,7 +42,7 @@ PACKAGES = (
     "rocm", "amd", "aiter", "ray", "numba", "xxhash", "orjson", "scipy", "compressed", "msprobe", "mindstudio",
 )  # fmt: skip
 """A package whose name has one of these in it matters for what is computed here."""
-NEEDED = ("numpy", "safetensors", "h5py", "numba", "typer", "rich", "xxhash", "orjson")
+NEEDED = ("numpy", "safetensors", "h5py", "llvmlite", "numba", "typer", "rich", "xxhash", "orjson")
 """What accprobe needs beside vLLM, as in pyproject.toml."""
 SETTINGS = ("VLLM_", "CUDA_", "ASCEND_", "NPU_", "XPU_", "ZE_", "ROCR_", "HIP_", "OMP_", "TORCH", "PYTORCH", "NCCL_",
             "HCCL_", "BKCL_", "TRITON_")  # fmt: skip

@@ -80,9 +80,9 @@ class Architecture:
     """Classes of the transformers library, by name, and the config's fields. config: its class, or a ``model_type``;
     model: where the library has no such class, vLLM draws the weights (drawn_weights.py); engine: arguments of
     vllm.LLM; late: entries of config.json that the library does not write; defect: what vLLM 0.32 computes wrongly here
-    on a CPU, as class and reason: alarms of that class are right; differs: what it computes otherwise than transformers,
-    whose golden then fails rightly; picture: requests have one; processor: the class of
-    a model's processor and its arguments, of which a pair is a class and its arguments."""
+    on a CPU, as class and reason: alarms of that class are right; differs: what it computes otherwise than
+    transformers, whose golden then fails rightly; picture: requests have one; processor: the class of a model's
+    processor and its arguments, of which a pair is a class and its arguments."""
 
     config: str
     model: str

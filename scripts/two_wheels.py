@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CAPTURE = "vllm-accprobe-capture"
-LARGE = ("h5py", "numba")
+LARGE = ("h5py", "llvmlite", "numba")
 """What capture does without: it reads no HDF5 and draws nothing, and without numba statistics come from numpy."""
 
 

@@ -119,8 +119,9 @@ def against_transformers(entry: mode_models.Architecture, keep: Path) -> dict[st
     code, text = command("compare", str(keep / "golden"), str(keep / "a"), "--out", str(keep / "report-transformers"))
     (keep / "transformers.txt").write_text(text)
     says = next((x for x in text.splitlines() if x.startswith(("FAIL", "PASS"))), text[-200:])[:200]
-    right = code == 1 and bool(entry.differs)
-    return {"transformers": 0 if right else code, "transformers_says": f"rightly: {entry.differs}" if right else says}
+    why = entry.differs or entry.defect[1]
+    right = code == 1 and bool(why)
+    return {"transformers": 0 if right else code, "transformers_says": f"rightly: {why}" if right else says}
 
 
 def one(

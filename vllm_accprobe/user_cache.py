@@ -3,7 +3,7 @@
 The problem: compiling takes seconds, and an installed package's directory is its installer's business: it may be
 read-only, shared, or checked against a list of files. The idea: ``vllm-accprobe`` in XDG_CACHE_HOME, else in ~/.cache,
 is the only place where anything is kept; where it cannot be made, or others may write into it, nothing is. What lies
-there is as trusted as Python's own compiled files. Not here: what is kept (kernels/native.py, dump/stats_kernels.py).
+there is as trusted as Python's own compiled files. Not here: what is kept (machine_code.py, dump/stats_kernels.py).
 """
 
 from __future__ import annotations

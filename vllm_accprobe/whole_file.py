@@ -85,14 +85,17 @@ def write_text(path: str | Path, text: str) -> None:
         part.write_bytes(data)
 
 
-def write_private(path: str | Path, text: str) -> None:
+def write_private(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
     """As `write_text`, for its owner only (0600): users' prompts. A part that is left there, a link too, is replaced,
-    never written through. Raises OSError."""
-    data = text.encode("utf-8", "backslashreplace")
+    never written through. sync: it is on the disk before it is at its place. Raises OSError."""
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     with whole(path, needed=len(data)) as part:
         part.unlink(missing_ok=True)
         with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as f:
             f.write(data)
+            if sync:
+                f.flush()
+                os.fsync(f.fileno())
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:

@@ -46,6 +46,7 @@ def test_on_and_off(tmp_path: Path, capsys: Any) -> None:
     ((".", "--off", "--tokens", "3"), "leave --tokens away"),
     ((".", "--tokens", "4-1"), "ends before it begins"),
     ((".", "--steps", "soon"), "is not a number"),
+    ((".",), ".: no server captures here"),
 ])  # fmt: skip
 def test_what_is_wrong_is_one_line(words: Any, says: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)

@@ -105,6 +105,17 @@ def test_configurations_that_do_not_start(place: Path, monkeypatch: pytest.Monke
     assert "engine-0.log" in out
 
 
+def test_a_command_that_never_starts_is_tried_once(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    fault(monkeypatch, [], name="FAKE_DEAD")
+    assert main(words(place)) == 3
+    out = capsys.readouterr().out
+    assert "nothing could be tried: the command itself: the command ended with exit code 3 before it served" in out
+    assert starts(place) == 1
+    monkeypatch.delenv("FAKE_DEAD")
+    assert main(words(place)) == 0
+    assert starts(place) == 3
+
+
 def test_nothing_differs(place: Path, capsys: Any) -> None:
     assert main(words(place)) == 0
     assert "nothing differs" in capsys.readouterr().out

@@ -246,6 +246,13 @@ def test_both_servers_render_chats(options, code, first, then, served, capsys):
     assert all(r.prompt_token_ids == golden.passes[0][n].prompt_token_ids for n, r in mine.passes[0].items())
 
 
+def test_too_few_prompts_are_a_note_before_a_server_starts(served: Path, capsys: Any) -> None:
+    chats(2)
+    code, out, err = gate_out(capsys, "vllm serve M --dtype=float8", "vllm serve M")
+    assert (code, out) == (2, "")
+    assert err.startswith("note: there will be no verdict: it needs 6 prompts, there are 2\naccprobe: golden: ")
+
+
 def test_a_server_without_a_place_gets_one(served: Path, capsys: Any) -> None:
     assert main(["gate", "vllm serve M", "vllm serve M -x", "--prompts", "nowhere.jsonl"]) == 2
     assert not Path("accprobe-gate").exists()

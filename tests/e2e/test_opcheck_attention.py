@@ -3,13 +3,13 @@
 With this machine's kernels, and with those for AVX2, whose attention rounds toward zero.
 """
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.captures import FIVE, Engines
+from support.csv_rows import csv_rows
 from support.engine import Run
 from tiny_model import make
 
@@ -29,8 +29,7 @@ _AT = "model.layers.{}.self_attn.attn"
 
 def checked(dump: Path | None, out: Path) -> tuple[int, list[dict[str, str]]]:
     code = main(["opcheck", str(dump), "-j", "0", "--ops", "Attention", "--out", str(out)])
-    with (out / "opcheck.csv").open(newline="") as f:
-        return code, list(csv.DictReader(f))
+    return code, csv_rows(out / "opcheck.csv")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """Attention of clean real engines, in every phase, is right against the cache that is put together from the dump."""
 
-import csv
 from pathlib import Path
 
 import pytest
 from e2e.test_clean_pairs import SHARED_START
 from support.captures import Engines
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
@@ -22,8 +22,7 @@ def test_attention_of_chunks_hits_and_decode_passes(each_engines: Engines, tmp_p
         run = each_engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
         assert run.metrics["prefix_hits"] == 2 * 64
     assert main(["opcheck", str(run.dump), "-j", "0", "--ops", "Attention", "--out", str(tmp_path)]) == 0
-    with (tmp_path / "opcheck.csv").open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(tmp_path / "opcheck.csv")
     dump = open_dump(run.dump)
     spaces = [s for (_, _, name), s in dump.rows.items() if name == "tokens"]
     assert {r["status"] for r in rows} == {"pass"}

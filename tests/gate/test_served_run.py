@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,21 @@ def test_what_does_not_is_killed_with_all_that_it_started(tmp_path: Path) -> Non
         child = up(run)
     assert run.code == 128 + signal.SIGKILL
     assert gone(child)
+
+
+def test_ctrl_c_while_it_is_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, begun = subprocess.Popen, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        begun.append(real(*args, **options))
+        if "start_new_session" in options and options.get("preexec_fn"):
+            raise KeyboardInterrupt
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), started(tmp_path, "sleep", "600"):
+        pass
+    assert begun[-1].wait(30) == -signal.SIGTERM
 
 
 def test_no_program_and_no_place(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.kernels import definition, rows
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float64"]
 
 

@@ -1,6 +1,9 @@
 """Batches in a folder: what is damaged, another run's, or no batch at all."""
 
+import resource
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,37 @@ def test_a_folder_that_nobody_empties(tmp_path: Path) -> None:
     with pytest.raises(NotSent, match=r"rank 0: .*rank0000 was not taken for 0 s"):
         sender(build(tmp_path / "dump"), tmp_path / "shared", 0.2).run()
     assert len(list(tmp_path.rglob("*.batch"))) == 1  # what waits is bounded
+
+
+def test_a_full_disk_is_named_and_what_comes_later_fits(tmp_path: Path, largest_file: Callable[[int], None]) -> None:
+    dump, shared, received = build(tmp_path / "dump"), tmp_path / "shared", tmp_path / "received"
+    largest_file(100)
+    with pytest.raises(NotSent, match=r"rank 0: .*00000000\.batch: the file would be larger .* bytes are needed"):
+        sender(dump, shared).run()
+    assert not [p for p in shared.rglob("*") if p.is_file()]
+    largest_file(-1)
+    with pytest.raises(NotSent, match="was not taken"):
+        sender(dump, shared, 0.2).run()
+    largest_file(1000)  # of have.json enough
+    receiver = FolderReceiver(shared, ArrivedRanks(received, None, budget=1 << 30, ahead=1 << 30, say=print), print)
+    while not (shared / "rank0000/have.json").exists():
+        time.sleep(0.01)
+    with pytest.raises(NotSent, match=r"the receiver refuses: .*received/rank0000.*: the file would be larger"):
+        sender(dump, shared).run()
+    receiver.close()
+    largest_file(-1)
+    arrived = ArrivedRanks(received, None, budget=1 << 30, ahead=1 << 30, say=print)
+    receiver = FolderReceiver(shared, arrived, print)
+    sender(dump, shared).run()
+    receiver.close()
+    assert arrived.ended == [0]
+
+
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_another_run_s_batches_are_not_taken(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from opcheck.samples.definitions import attend, lower
+from opcheck.samples.sample import wide
 
 from vllm_accprobe.dump.schema import REPLICATED, Record, RowSpace, Segment
 from vllm_accprobe.opcheck.calls.neighbours import Past
@@ -40,6 +44,15 @@ def captured(call: Call, step: int = 0) -> Captured:
 def with_output(call: Call, *outputs: Tensor, dtype: Any = torch.bfloat16) -> Call:
     """``call`` as if it had given these, rounded to ``dtype``."""
     return replace(call, outputs={f"output.{k}": t.to(dtype) for k, t in enumerate(outputs)})
+
+
+def given(
+    call: Call, y: Callable[..., Any], *of: str, kind: Any = torch.float64, dtype: Any = torch.bfloat16
+) -> Call:  # fmt: skip
+    """``call`` as if it had given ``y`` of these of its inputs and parameters, computed in ``kind``."""
+    known = {**call.inputs, **call.params}
+    found = y(*(known[n].to(kind) for n in of))
+    return with_output(call, *(found if isinstance(found, tuple) else (found,)), dtype=dtype)
 
 
 def honest(call: Call, *shapes: Sequence[int], dtype: Any = torch.bfloat16) -> Call:
@@ -92,12 +105,42 @@ def linear(seed: int = 0, rows: int = ROWS, bias: bool = True, cls: str = "Colum
                 params=params | ({"bias": drawn(seed + 2, 48)} if bias else {}))  # fmt: skip
 
 
-def rotary(seed: int = 0, rows: int = ROWS) -> Call:
-    """Rows of two requests."""
-    at = torch.cat((torch.arange(30, 30 + rows // 2), torch.arange(7, 7 + rows - rows // 2)))
+def rotary(seed: int = 0, rows: int = ROWS, at: Tensor | None = None) -> Call:
+    """Rows of two requests. at: their positions, otherwise."""
+    if at is None:
+        at = torch.cat((torch.arange(30, 30 + rows // 2), torch.arange(7, 7 + rows - rows // 2)))
+    rows = len(at)
     inputs = {"positions": at, "query": drawn(seed, rows, HEADS * HEAD), "key": drawn(seed + 1, rows, KV * HEAD)}
     return Call("layers.0.rope", "RotaryEmbedding", inputs,
                 attrs={"base": 10000.0, "head_size": HEAD, "rotary_dim": HEAD, "is_neox_style": True})  # fmt: skip
+
+
+def turned(
+    x: Tensor, angle: Tensor, dim: int = HEAD, neighbours: bool = False, table: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """Heads side by side, turned by complex numbers of these angles [rows, dim / 2], in float64."""
+    cos, sin = (t if table is None else table(t) for t in (angle.cos(), angle.sin()))
+    x, unit = x.double().unflatten(1, (-1, HEAD)), torch.complex(cos.double(), sin.double())[:, None]
+    turn = x[..., :dim]
+    if neighbours:
+        y = torch.view_as_real(torch.view_as_complex(turn.unflatten(-1, (-1, 2)).contiguous()) * unit).flatten(-2)
+    else:
+        z = torch.complex(*turn.chunk(2, -1)) * unit
+        y = torch.cat((z.real, z.imag), -1)
+    return torch.cat((y, x[..., dim:]), -1).flatten(1)
+
+
+def wrong_rotary(
+    at: Tensor | None = None, base: float = 10000.0, dim: int = HEAD, neighbours: bool = False,
+    positions: Callable[[Tensor], Tensor] = lambda p: p, key: Callable[[Tensor], Tensor] | None = None,
+    table: Callable[[Tensor], Tensor] | None = None,
+) -> Call:  # fmt: skip
+    """key: positions of the key, where its own."""
+    call = rotary(at=at)
+    f = torch.tensor([base ** (-2.0 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    return given(call, lambda p, q, k: tuple(turned(x, used(p).double()[:, None] * f, dim, neighbours, table)
+                                             for x, used in ((q, positions), (k, key or positions))),
+                 "positions", "query", "key")  # fmt: skip
 
 
 def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Call:
@@ -111,6 +154,28 @@ def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Cal
     return Call("layers.0.experts", "UnquantizedFusedMoEMethod", inputs, params=params,
                 parent={"activation": "silu", "renormalize": True, "scoring_func": "softmax", "top_k": 2},
                 extra={"router_logits": logits})  # fmt: skip
+
+
+def wrong_experts(
+    ids: Callable[[Tensor], Tensor] = lambda i: i, act: Callable[[Tensor], Tensor] = F.silu, exchanged: bool = False,
+    on_input: bool = False, fewer: int = 0, weights: Callable[[Tensor], Tensor] = lambda w: w, missing: int = -1,
+    matrices: Callable[[Tensor], Tensor] = lambda w: w,
+) -> Call:  # fmt: skip
+    """Experts by a loop over rows."""
+    call = experts()
+
+    def looped(x: Tensor, w: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        w, w13, w2, chosen, out = weights(w), matrices(w13), matrices(w2), ids(call.inputs["topk_ids"]), x * 0.0
+        for n in range(len(x)):
+            for k in range(fewer or chosen.shape[1]):
+                e = int(chosen[n, k])
+                if e != missing:
+                    gate, up = (w13[e] @ (x[n] * w[n, k] if on_input else x[n])).chunk(2)
+                    y = w2[e] @ (act(up) * gate if exchanged else act(gate) * up)
+                    out[n] += y if on_input else w[n, k] * y
+        return out
+
+    return given(call, looped, "x", "topk_weights", "w13_weight", "w2_weight")
 
 
 def attention(
@@ -150,17 +215,10 @@ def softmax(
     q: Tensor, k: Tensor, v: Tensor, first: int, *, scale: float, cap: float = 0.0, window: int = 0,
     sinks: Tensor | None = None, order: Sequence[int] | None = None, slopes: Sequence[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention by a loop over queries and heads. order: the key head of each query head."""
-    q, k, v = (t.double().reshape(len(t), -1, HEAD) for t in (q, k, v))
-    out = torch.zeros_like(q)
-    for n in range(len(q)):
-        for h in range(q.shape[1]):
-            g = order[h] if order is not None else h * k.shape[1] // q.shape[1]
-            low = max(0, first + n + 1 - window) if window else 0
-            keys, values = k[low : first + n + 1, g], v[low : first + n + 1, g]
-            s = keys @ q[n, h] * scale
-            s = s + slopes[h] * torch.arange(low, first + n + 1) if slopes else s
-            s = cap * torch.tanh(s / cap) if cap else s
-            s = s if sinks is None else torch.cat((s, sinks[h : h + 1].double()))
-            out[n, h] = torch.softmax(s, 0)[: len(values)] @ values
-    return out.flatten(1)
+    """order: the key head of each query head."""
+    q, k, v = (wide(t).reshape(len(t), -1, HEAD) for t in (q, k, v))
+    k, v = (x if order is None else x[:, order] for x in (k, v))
+    added = lower(len(q), first + len(q), window=window)
+    added = added if slopes is None else added + np.array(slopes)[:, None, None] * np.arange(len(k))
+    y = attend(q, k, v, scale, added, cap=cap, sinks=None if sinks is None else wide(sinks))
+    return torch.from_numpy(y).flatten(1)

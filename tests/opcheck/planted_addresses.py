@@ -7,7 +7,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from opcheck.cause_calls import HEAD, HEADS, KV, WIDTH, attention, drawn, linear, norm, softmax, with_output
+from opcheck.cause_calls import (
+    HEAD,
+    HEADS,
+    KV,
+    WIDTH,
+    attention,
+    drawn,
+    given,
+    linear,
+    norm,
+    rotary,
+    softmax,
+    turned,
+    with_output,
+    wrong_experts,
+    wrong_rotary,
+)
 
 from vllm_accprobe.align.tokens import SampledRow
 from vllm_accprobe.dump.block_code import FORWARD
@@ -23,9 +39,7 @@ EPS = 1e-5
 
 
 def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None) -> Call:
-    call = linear() if call is None else call
-    return with_output(call, y(*(t.double() for t in (call.inputs["input_"], call.params["weight"],
-                                                      call.params["bias"]))))  # fmt: skip
+    return given(linear() if call is None else call, y, "input_", "weight", "bias")
 
 
 def square() -> Call:
@@ -59,22 +73,6 @@ def norm_of_a_view(first: int, layout: str = "") -> Call:
     if layout and found is not None:
         call = replace(call, views={"inputs.x": found}, parent={})
     return with_output(call, F.rms_norm(read, (HEAD,), weight.double(), EPS))
-
-
-def rotated(positions: Any, used: Any, key: Any = None) -> Call:
-    """used: the positions by which the kernel turned the query; key: the key, where otherwise."""
-    q, k = (drawn(n, len(positions), h * HEAD) for n, h in ((1, HEADS), (2, KV)))
-    f = 10000.0 ** -(torch.arange(0, HEAD, 2).double() / HEAD)
-
-    def turn(x: Any, at: Any) -> Any:
-        pairs = torch.complex(*x.double().reshape(len(x), -1, 2, HEAD // 2).unbind(2))
-        angle = (at.double().unsqueeze(1) * f).unsqueeze(1)
-        pairs = pairs * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((pairs.real, pairs.imag), -1).flatten(1)
-
-    call = Call("layers.0.rotary_emb", "RotaryEmbedding", {"positions": positions, "query": q, "key": k},
-                attrs={"base": 10000.0, "head_size": HEAD, "rotary_dim": HEAD, "is_neox_style": True})  # fmt: skip
-    return with_output(call, turn(q, used), turn(k, used if key is None else key))
 
 
 CHUNKS = torch.cat((torch.arange(40, 60), torch.arange(7, 20)))
@@ -161,23 +159,6 @@ def adapted(of_row: Callable[[int], str], scaling: float = 2.0) -> Call:
     return with_output(replace(call, extra={"adapters": asked}), torch.stack(y))
 
 
-def experts(
-    weights: Callable[[Any], Any], gates: Callable[[Any], Any] = lambda w: w, order: list[int] | None = None
-) -> Call:  # fmt: skip
-    x, w13, w2 = drawn(1, 24, WIDTH), drawn(2, 4, 64, WIDTH, scale=0.2), drawn(3, 4, WIDTH, 32, scale=0.2)
-    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(k))[:2] for k in range(24)])
-    share = torch.tensor([0.7, 0.3]).expand(24, 2).contiguous()
-    y = torch.zeros(24, WIDTH, dtype=torch.float64)
-    first, second = gates(weights(w13)).double(), weights(w2).double()
-    for n in range(24):
-        for e, s in zip(ids[n], share[n][order or [0, 1]], strict=True):
-            a, b = (first[e] @ x[n].double()).chunk(2)
-            y[n] += s.double() * (second[e] @ (F.silu(a) * b))
-    call = Call("layers.0.experts", "UnquantizedFusedMoEMethod", {"x": x, "topk_weights": share, "topk_ids": ids},
-                params={"w13_weight": w13, "w2_weight": w2}, parent={"activation": "silu"})  # fmt: skip
-    return with_output(call, y)
-
-
 def shared(times: float = 1.0) -> Call:
     """A block of routed experts with shared ones, which it adds."""
     routed, own = drawn(1, 24, WIDTH), drawn(2, 24, WIDTH)
@@ -219,17 +200,12 @@ SECTIONS = [4, 2, 2]
 def sections(used: list[int], positions: Callable[[Any], Any] = lambda p: p) -> Call:
     """Rotary embeddings of an image's rows: time, row and column."""
     at = torch.stack((torch.full((30,), 9), 9 + torch.arange(30) // 6, 9 + torch.arange(30) % 6))
-    call = rotated(torch.arange(30), torch.arange(30))
+    call = rotary(at=torch.arange(30))
     kind = torch.repeat_interleave(torch.arange(3), torch.tensor(used))
     angle = positions(at).double()[kind].T * 10000.0 ** -(torch.arange(0, HEAD, 2).double() / HEAD)
-    out = []
-    for x in (call.inputs["query"], call.inputs["key"]):
-        pairs = torch.complex(*x.double().reshape(len(x), -1, 2, HEAD // 2).unbind(2))
-        pairs = pairs * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
-        out.append(torch.cat((pairs.real, pairs.imag), -1).flatten(1))
     call = replace(call, cls="MRotaryEmbedding", inputs={**call.inputs, "positions": at},
                    attrs={**call.attrs, "mrope_section": SECTIONS})  # fmt: skip
-    return with_output(call, *out)
+    return given(call, lambda q, k: (turned(q, angle), turned(k, angle)), "query", "key")
 
 
 def sampled(seed: Callable[[int], int] = lambda k: k, top_p: float | None = None) -> Call:
@@ -322,16 +298,14 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "adapter scaled twice": (lambda: adapted(lambda row: "ab"[row > 11], 4.0), "adapter_scaling"),
     "rank missing": (lambda: summed(lambda each, y, bias: y - each[1]), "rank_missing"),
     "rank alone": (lambda: summed(lambda each, y, bias: each[2], 3), "not_reduced"),
-    "experts": (lambda: experts(lambda w: w[[1, 2, 3, 0]]), "experts_shifted"),
-    "experts' gates": (
-        lambda: experts(lambda w: w, lambda w: torch.cat((w[:, 32:], w[:, :32]), 1)), "expert_halves_exchanged",
-    ),
-    "position off by one": (lambda: rotated(CHUNKS, CHUNKS + 1), "position_off"),
-    "key's position": (lambda: rotated(CHUNKS, CHUNKS, CHUNKS - 1), "positions_shifted"),
+    "key's position": (lambda: wrong_rotary(CHUNKS, key=lambda p: p - 1), "positions_shifted"),
     "from zero": (
-        lambda: rotated(CHUNKS, torch.cat((torch.arange(20), torch.arange(13)))), "positions_from_zero",
+        lambda: wrong_rotary(CHUNKS, positions=lambda p: torch.cat((torch.arange(20), torch.arange(13)))),
+        "positions_from_zero",
     ),
-    "row for position": (lambda: rotated(CHUNKS, torch.arange(33)), "positions_of_the_batch"),
+    "row for position": (
+        lambda: wrong_rotary(CHUNKS, positions=lambda p: torch.arange(33)), "positions_of_the_batch",
+    ),
     "cache times": (lambda: attention(past=lambda k, v: (k * 1.1, v * 1.1)), "past_times"),
     "k for v for k": (lambda: attention(past=lambda k, v: (v, k)), "keys_and_values_exchanged"),
     "key head": (
@@ -346,7 +320,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
         "positions_not_written",
     ),
     "tail of keys": (lambda: by_probabilities(cut), "tail_of_keys"),
-    "routing weights": (lambda: experts(lambda w: w, order=[1, 0]), "weights_reversed"),
+    "routing weights": (lambda: wrong_experts(weights=lambda w: w.flip(-1)), "weights_reversed"),
     "call before": (
         lambda: replace(
             with_output(linear(), drawn(5, 24, 48, dtype=torch.float64)),
@@ -357,7 +331,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 """Name → (a wrong call, the cause's name)."""
 
 RIGHT: tuple[Callable[[], Call], ...] = (
-    lambda: rotated(CHUNKS, CHUNKS), lambda: ranks([0, 1]), lambda: experts(lambda w: w),
+    wrong_rotary, lambda: ranks([0, 1]), wrong_experts,
     lambda: summed(lambda each, y, bias: y, 3), lambda: adapted(lambda row: "ab"[row > 11]),
     lambda: of_two(lambda own, other: own), sampled, shared, lambda: latent(0.25), lambda: sections(SECTIONS),
     lambda: handed(False),

@@ -1,6 +1,5 @@
 """accprobe opdiff: two machines' csv joined and judged, in all formats, and everything that can be wrong with them."""
 
-import csv
 import json
 import shutil
 import subprocess
@@ -12,15 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opcheck.opdiff_files import CHINESE, ENGLISH, FIVE, bfloat16, cells_of, details, row, unmeasured, write
+from support.csv_rows import csv_rows as read
 
 from vllm_accprobe import cli
 from vllm_accprobe.opcheck.diff import Sheet, SheetError, gathered
 from vllm_accprobe.opcheck.measures import Measures, measure
-
-
-def read(path: Path):
-    with path.open(encoding="utf-8", newline="") as f:
-        return list(csv.DictReader(f))
 
 
 class Out:

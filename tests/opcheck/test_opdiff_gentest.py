@@ -1,12 +1,12 @@
 """Two machines run one generated folder, and opdiff finds what one of them has wrong, by five algorithms."""
 
-import csv
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from opcheck import torch_only
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.calls.records import Captured
@@ -84,8 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def diff(folder, golden, mine, *options):
     code = main(["opdiff", str(folder / golden), str(folder / mine), "--out", str(folder / "o"), *options])
-    with (folder / "o/details.csv").open(encoding="utf-8", newline="") as f:
-        return code, list(csv.DictReader(f))
+    return code, csv_rows(folder / "o/details.csv")
 
 
 def test_the_right_kernels_pass_by_all_five_algorithms(folder):

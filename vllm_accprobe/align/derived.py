@@ -12,14 +12,14 @@ topology/data_flow.py, opcheck/proof/explained.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_accprobe.align.mapping import CAT, ROPE, SUM
+from vllm_accprobe.align.mapping import CAT, HALVES, ROPE, SUM
 from vllm_accprobe.dump.dtypes import DTYPES, put_into, round_to_bfloat16, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
@@ -152,7 +152,8 @@ COMPUTED = -1
 class Derived(Record):
     """A record built from ``parts``. label: its name in its own engine's spelling; rule: which rule made it.
 
-    heads: of one part, the arguments of `by_part`; of a rotary embedding the size of a head, and 1 where neighbours are
+    heads: of one part, the arguments of `by_part`, or for ``halves`` (the two of each pair half a head apart) the size
+    of a head; of a rotary embedding the size of a head, and 1 where neighbours are
     turned as pairs; () where that is not known."""
 
     parts: tuple[Record, ...] = ()
@@ -175,6 +176,39 @@ def plain(record: Record) -> Record | None:
             return None
         record = record.parts[0]
     return record
+
+
+def with_rows(records: Sequence[Record]) -> list[Record]:
+    """``records``, those of heads side by side, [rows x heads, ...], as [rows, heads, ...]. That they are is shown by
+    their call: one of its tensors of that length is to the bit one of the same step that has rows."""
+    known: dict[tuple[int, int | None, str | None], Record] = {}
+    for r in records:
+        if r.rows is not None and r.row_dim == 0 and r.hash is not None and r.shape:
+            known.setdefault((r.rank, r.step, r.hash), r)
+    calls: dict[tuple[int, int | None, str, int, int], Record] = {}
+    for r in records:
+        like = known.get((r.rank, r.step, r.hash)) if r.rows is None and r.step is not None and r.shape else None
+        if like is not None and r.dtype == like.dtype and like.shape[0] and math.prod(r.shape) == math.prod(like.shape):
+            calls.setdefault((r.rank, r.step, r.tap, r.call, r.shape[0]), like)
+    out: list[Record] = []
+    for r in records:
+        like = calls.get((r.rank, r.step, r.tap, r.call, r.shape[0])) if r.rows is None and r.shape else None
+        if like is None or r.shape[0] <= like.shape[0] or r.shape[0] % like.shape[0]:
+            out.append(r)
+            continue
+        fields = {name: getattr(r, name) for name in Record.__slots__}
+        shape = (like.shape[0], r.shape[0] // like.shape[0], *r.shape[1:])
+        out.append(Derived(**fields | {"shape": shape, "rows": like.rows, "row_dim": 0}, parts=(r,), label=r.name))
+    return out
+
+
+def spread(records: Iterable[Record]) -> Iterator[Derived]:
+    """What `with_rows` made of ``records`` and their parts."""
+    for r in records:
+        if isinstance(r, Derived):
+            if len(r.parts) == 1 and r.parts[0].rows is None and r.rows is not None:
+                yield r
+            yield from spread(r.parts)
 
 
 def derive(
@@ -239,6 +273,10 @@ def derive(
     if heads and join == CAT:
         axis = 0 if role.startswith("param.") else -1
         if not shape or shape[axis] % math.prod((heads[0], heads[1] + 2)) or layout.kind == "shard":
+            return "it has no whole heads"
+    if join == HALVES:
+        axis = 0 if role.startswith("param.") else -1
+        if not shape or shape[axis] % heads[0] or heads[0] % 2 or layout.kind == "shard":
             return "it has no whole heads"
     stored = all(p.payload is not None for p in parts)
     nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].storage.itemsize
@@ -337,7 +375,7 @@ def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray
     if not isinstance(record, Derived):
         return np.asarray(dump.read(record, out))
     if len(record.parts) == 1 and not record.transpose and not record.heads:
-        return read(dump, record.parts[0], out)
+        return read(dump, record.parts[0], out).reshape(record.shape)
     return put_into(out, _make(dump, record), record.name)
 
 
@@ -353,6 +391,10 @@ def _make(dump: Any, record: Derived) -> np.ndarray:
         value = rope(floats[0], floats[1], floats[2], *record.heads) if turned else _total(floats)
     if record.heads and record.join == CAT:
         value = by_part(value, record.dim, *record.heads)
+    if record.join == HALVES:
+        moved = np.moveaxis(value, record.dim, 0)
+        pairs = moved.reshape(-1, record.heads[0] // 2, 2, *moved.shape[1:])
+        value = np.moveaxis(np.swapaxes(pairs, 1, 2).reshape(moved.shape), 0, record.dim)
     return np.ascontiguousarray(np.transpose(value, record.transpose) if record.transpose else value)
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-CAT, SUM, ROPE = "cat", "sum", "rope"
+CAT, SUM, ROPE, HALVES = "cat", "sum", "rope", "halves"
 _MAX_FILE = 4 << 20
 AIT_FILE = "op_mapping_file.json"
 _TYPE = re.compile(r"[A-Za-z0-9_]{1,200}")
@@ -41,7 +41,8 @@ class Source:
 class RoleRule:
     """mine: a role, or several with ``+`` between them, whose sum is meant; None: every role. sources: how the golden
     makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin). heads: see
-    derived.Derived."""
+    derived.Derived. handed: a template of a place of mine, its role or the begin of it: where mine has one
+    there, it must be to the bit mine's here."""
 
     mine: str | None
     sources: tuple[Source, ...]
@@ -49,6 +50,7 @@ class RoleRule:
     dim: int | None = None
     transpose: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    handed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_accprobe.align.derived import Derived, View, derive
+from vllm_accprobe.align.derived import Derived, View, derive, with_rows
 from vllm_accprobe.align.engines import vllm_names
-from vllm_accprobe.align.engines.attention_inputs import attention_inputs
+from vllm_accprobe.align.engines.attention_inputs import attention_inputs, turned_otherwise
+from vllm_accprobe.align.engines.other_order import in_order
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
@@ -278,10 +279,16 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
         swapped = sides[0] == vllm_names.VLLM
+        golden, mine = (View(d, with_rows(d.records)) for d in (golden, mine))
         theirs, own = (mine, golden) if swapped else (golden, mine)
+        theirs, notes = in_order(theirs, own)
+        golden, mine = (own, theirs) if swapped else (theirs, own)
+        lines += notes
         stored = {**vllm_names.stored_otherwise(theirs, own), **attention_inputs(own)}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
+        apart_from = vllm_names.without_bias(own) | turned_otherwise(own) | vllm_names.scaled_in_front(theirs, own)
+        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in apart_from])
         both = golden.records, mine.records
         elsewhere = given_out_elsewhere(*both) | given_out_elsewhere(*reversed(both))
         factors = own_numbers(*(reversed(both) if swapped else both))
@@ -289,6 +296,7 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
                                and not (r.tap in factors and r.role.startswith("output."))])  # fmt: skip
         lines += [f"mapping: {tap}/{role} is {other[0]}/{other[1]} on one side alone: compared there"
                   for (tap, role), other in elsewhere.items()]  # fmt: skip
+        lines += [f"mapping: {tap}/{role} is not compared: {why}" for (tap, role), why in apart_from.items()]
         lines += [f"mapping: {tap} has {role} in transformers alone: its outputs are not compared"
                   for tap, role in factors.items()]  # fmt: skip
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
@@ -404,7 +412,7 @@ class _Work:
                 before = len(self.made)
                 for part in rule.parts:
                     for mine_roles, places in self._expand(part, tap, groups):
-                        self._make(rule, part, tap, mine_roles, places)
+                        self._make(rule, part, tap, mine_roles, places, fill(part.handed, groups) or "")
                 if rule.alone and len(self.made) > before:
                     self.replaced.add(tap)
 
@@ -497,13 +505,16 @@ class _Work:
         alike = [r for r in roles if r.startswith(kind + ".")]
         return alike[0] if len(alike) == 1 and kind != "param" else None
 
-    def _make(self, rule: TapRule, part: RoleRule, tap: str, mine_roles: tuple[str, ...], places: list[Place]) -> None:
+    def _make(self, rule: TapRule, part: RoleRule, tap: str, mine_roles: tuple[str, ...], places: list[Place],
+              handed: str) -> None:  # fmt: skip
         role = joined_role(mine_roles)
         if (tap, role) in self.made or any((tap, r) not in self.mine.places for r in mine_roles):
             return
         if any((tap, r) in self.summed for r in mine_roles) or any(p not in self.golden.places for p in places):
             return
         if len(mine_roles) > 1 and self._is_whole(tap, mine_roles):
+            return
+        if handed and self._changed((tap, role), *handed.split("/")):
             return
         label = f"mapping {rule.label}"
         made = self._derive(self.golden, places, tap, role, part, label)
@@ -531,6 +542,15 @@ class _Work:
             return first in read and read.isdisjoint(others)
         first, *others = (str(forward.get(r) or "") for r in roles)
         return all(text and (f"({text} + " in first or f" + {text})" in first) for text in others)
+
+    def _changed(self, place: Place, tap: str, begin: str) -> bool:
+        """Whether mine's tensor at ``tap`` whose role begins so is another than mine's at ``place``."""
+        there = next((role for role in self.mine.roles.get(tap, ()) if role.startswith(begin)), None)
+        if there is None:
+            return False
+        own, other = self.mine.places[place], self.mine.places[tap, there]
+        pairs = [(r.hash, other[moment].hash) for moment, r in own.items() if moment in other]
+        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def _heads(self, tap: str, part: RoleRule) -> tuple[int, ...]:
         """`Derived.heads`: of a rotary embedding those of mine's module, or of the one beside it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import options
+from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.refusals import CommandError
@@ -30,6 +30,7 @@ def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
     Exit code 0: written, 2: not a place that a server captures into.
     """
     from vllm_accprobe import arm_file
+    from vllm_accprobe.dump.schema import RUN_JSON
     from vllm_accprobe.run.watcher import Watcher
 
     dump = server.dump
@@ -37,15 +38,19 @@ def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
     chosen = {name: value for name in names if (value := getattr(capture, name)) is not None}
     if server.off and chosen:
         raise CommandError(f"--off captures nothing: leave --{next(iter(chosen))} away")
+    selection = arm_file.parse_selection({"on": not server.off, **chosen})
     if not dump.is_dir():
         raise CommandError(f"{dump} is no directory: name the one that the server captures into (VLLM_ACCPROBE_DIR)")
     if dump.stat().st_uid != os.geteuid():
         raise CommandError(f"{dump} belongs to another user, and only the server's own user can arm it")
+    places.writable(dump, "DUMP")
     watcher = Watcher(dump.absolute())
     found = watcher.poll()
+    if not found.ranks and any(path.name not in (RUN_JSON, arm_file.NAME) for path in dump.iterdir()):
+        raise CommandError(f"{dump}: no server captures here; name its VLLM_ACCPROBE_DIR, a folder of its own")
     if found.ranks and not watcher.writing():
         raise CommandError(f"{dump}: no server writes into this dump any more")
-    path = arm_file.write(dump, arm_file.parse_selection({"on": not server.off, **chosen}))
+    path = arm_file.write(dump, selection)
     when = "before its next step" if found.ranks else "at its first step, once it has one"
     answer(armed=not server.off, file=path, selection=chosen, running=bool(found.ranks))
     typer.echo(f"{'disarmed' if server.off else 'armed'}: the server reads {path} {when}")

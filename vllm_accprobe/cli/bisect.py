@@ -102,12 +102,12 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
     from vllm_accprobe.report import servers
 
     first = trier.first()
-    if not first.kept:
+    if first.sent is not None and not first.kept:
         left = trier.left(trier.expected - 1) / 60
         trier.say(f"the first run took {first.seconds:.0f} s: about {left:.0f} min to go")
-    search = Search(
-        trier.axes, trier.attempt, golden=golden, again=again, narrow=narrow, equal=trier.equal, parts=trier.parts,
-        lengths=lambda: trier.length, say=trier.say,
+    search = Search(  # a command that does not start is tried first, and nothing else then
+        trier.axes, trier.attempt, golden=golden or first.sent is None, again=again, narrow=narrow,
+        equal=trier.equal, parts=trier.parts, lengths=lambda: trier.length, say=trier.say,
     )  # fmt: skip
     found = search.find()
 

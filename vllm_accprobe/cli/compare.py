@@ -164,10 +164,6 @@ def compare(
     verbose, as_json = printed.verbosity > 1, printed.format is Format.json
     kind, opened = _kind(name, golden, mine, instead, calibrating, of_tables, of_labels)
     if kind == "pair":
-        if golden is not None and mine is not None:
-            from vllm_accprobe.kernels.native import compile_early
-
-            compile_early()
         from vllm_accprobe.cli.compare_pair import compare_dumps
 
         options.refuse("two dumps", calibrating, of_tables, of_labels)

@@ -81,10 +81,6 @@ def _followed(
     from vllm_accprobe.report import servers
 
     out, as_json, gigabytes = what.out, what.as_json, localizing.localize_gb
-    if localizing.localize:
-        from vllm_accprobe.kernels.native import compile_early
-
-        compile_early()  # while servers start
     opened = compare(what, sending, kept if localizing.localize else None)
     if unnamed:
         to_stderr(f"the answers are in {out}")

@@ -209,8 +209,8 @@ class ServedRun:
                 self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=fd, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=lambda: guard.watch(-os.getpid()),
             )  # fmt: skip
-        except BaseException:
-            guard.dismiss()
+        except BaseException:  # also Ctrl-C within Popen, behind the fork: nobody else knows of that process
+            guard.strike()
             raise
         finally:
             os.close(fd)

@@ -24,6 +24,7 @@ from pathlib import Path
 from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
 from vllm_accprobe.gate.localize import KeptServers, Progress
+from vllm_accprobe.gate.measure.conditions import LEAST
 from vllm_accprobe.gate.sending import passes, rendering, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
@@ -205,6 +206,8 @@ def check(
                 lines = replies.prompts_of(done)
             elif i and golden is not None and of.kind != FOLDER:
                 _complete(done, of, lines, sending, golden)
+    if commands and 0 < len(lines) < LEAST:
+        note(f"there will be no verdict: it needs {LEAST} prompts, there are {len(lines)}")
     if (other := preflight.other_model(*list(commands.values())[:2]) if len(commands) > 1 else "") and (
         {"golden", "mine"} <= commands.keys()
     ):

@@ -1,7 +1,7 @@
 """The metrics' definition, in plain numpy and float64.
 
 The problem: a fast kernel can be wrong in ways that look plausible. The idea: every number is defined once, here, as
-directly as its formula allows; the kernel is tested against this, and where numba is missing this is what runs.
+directly as its formula allows; the kernel is tested against this, and where llvmlite is missing this is what runs.
 g is the golden, m is mine, d = m - g, all float64. Positions where g or m is not finite are left out of every
 sum and maximum and counted instead; they mismatch unless both hold the same (NaN equals NaN, +inf equals +inf).
 Not here: a tensor's metrics from its sums (formulas.py), what a number means (judge/), how bits become numbers

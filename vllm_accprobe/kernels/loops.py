@@ -1,26 +1,31 @@
-"""The compiled loops behind rows.py; importing this module needs numba.
+"""The compiled loops behind rows.py.
 
 The problem: fifteen sums and maxima of two streams of floats at the speed of memory. The idea: a row is walked in
 blocks that stay in the first-level cache; a block becomes float32 in a buffer (bits.py), and runs through loops without
 branches whose accumulators are float64. What the peak needs after the row's norm is known is kept in two row-wide
-buffers, so the inputs are read once. All buffers are the caller's, so that the machine code needs nothing of Python's:
-`code` compiles a loop into a plain C function, whose object code native.py keeps.
-Not here: dtypes' names and tables, bounds, the meaning of the columns (rows.py, definition.py).
+buffers of the caller's, so the inputs are read once.
+Not here: dtypes' names and tables, bounds, the meaning of the columns (rows.py, definition.py), who translates this
+(compiler.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numba import cfunc, types
+from numpy.typing import NDArray
 
+from vllm_accprobe.compiler import larger, part, scratch, smaller
 from vllm_accprobe.kernels import BLOCK
-from vllm_accprobe.kernels.bits import FAST, compiled, entry, larger, leave_out, load, load_any, part, smaller
+from vllm_accprobe.kernels.bits import leave_out, load, load_any
 from vllm_accprobe.kernels.vectors import LANES, add_rows
 
+Bytes: TypeAlias = NDArray[np.uint8]
+Words: TypeAlias = NDArray[np.uint32]
+Index: TypeAlias = NDArray[np.int64]
+Numbers: TypeAlias = NDArray[np.float64]
 
-@compiled
+
 def _add(line: Any, g: Any, m: Any, q: Any, rel: Any) -> None:
     """One row's part in a block: ``line``, its row of the table, takes it in."""
     gg = mm = gm = dd = ad = top = far = 0.0
@@ -48,7 +53,6 @@ def _add(line: Any, g: Any, m: Any, q: Any, rel: Any) -> None:
     line[7] = max(line[7], far)
 
 
-@compiled
 def _elements(g: Any, q: Any, rel: Any, eps: float, out: Any) -> None:
     """Adds definition.ELEMENT_FIELDS of one stretch to ``out``; positions left out count as zero errors of zero."""
     c2 = c3 = c4 = close = above = unequal = sum_rel = top_rel = sum_abs = top_abs = 0.0
@@ -80,7 +84,6 @@ def _elements(g: Any, q: Any, rel: Any, eps: float, out: Any) -> None:
     out[9] += unequal
 
 
-@compiled
 def _peak(q: Any, rel: Any, scale: float) -> float:
     top = 0.0
     for i in range(q.size):
@@ -88,7 +91,6 @@ def _peak(q: Any, rel: Any, scale: float) -> float:
     return top
 
 
-@compiled
 def _finish(line: Any, q: Any, rel: Any) -> None:
     """The columns that need the whole row: largest relative error, peak."""
     if line[1] > 0.0:
@@ -100,21 +102,21 @@ def _finish(line: Any, q: Any, rel: Any) -> None:
             line[10] = np.inf
 
 
-@entry
 def rows(
-    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, out: Any, eps: float, elements: Any,
-    gb: Any, mb: Any, q: Any, rel: Any,
+    g8: Bytes, gk: int, gt: Words, gi: Index, m8: Bytes, mk: int, mt: Words, mi: Index, out: Numbers, eps: float,
+    elements: Numbers, q: Numbers, rel: Numbers,
 ) -> None:  # fmt: skip
     """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n * 11]).
 
     g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for kind 3. A row's
-    width is in ``out``'s first column. elements: float64 [10], to which _elements adds. gb, mb: uint32, room for BLOCK;
-    q, rel: float64, room for the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part
-    of it, of a block where that is several rows.
+    width is in ``out``'s first column. elements: float64 [10], to which _elements adds. q, rel: float64, room for
+    the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part of it, of a block where
+    that is several rows.
     """
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
     ms = 1 if mk == 3 else (4 if mk == 2 else 2)
     width: Any = np.int64(out[0])
+    gb, mb = scratch(BLOCK, np.uint32), scratch(BLOCK, np.uint32)
     r = 0
     while r < gi.size:
         # How many rows follow each other on both sides.
@@ -151,14 +153,13 @@ def rows(
                     if size == width:
                         _finish(line, d, far)
                 _elements(gf, qs, rels, eps, elements)
-            if size < width == start + size:
+            if size < width and width == start + size:
                 d, far = part(q, 0, width, np.float64), part(rel, 0, width, np.float64)
                 _finish(part(out, r * 11, 11, np.float64), d, far)
         r += run
 
 
-@compiled
-def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
+def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> bool:
     """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
     for start in range(0, out.size, BLOCK):
         n = min(BLOCK, out.size - start)
@@ -167,10 +168,10 @@ def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
     return True
 
 
-@entry
 def structure(
-    g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, gw: Any, mw: Any
-) -> None:
+    g8: Bytes, gk: int, gt: Words, gi: Index, m8: Bytes, mk: int, mt: Words, mi: Index, sums: Numbers, gw: Words,
+    mw: Words,
+) -> None:  # fmt: skip
     """Adds kernels.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [6 * width].
     gw, mw: uint32, room for the width."""
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
@@ -208,46 +209,4 @@ def structure(
         rows[i] += count
 
 
-# --- the loops as C functions of one signature, arrays as addresses: numba takes a third of a second to be imported ---
-
-_BYTES, _WORDS = types.CPointer(types.uint8), types.CPointer(types.uint32)
-_INDEX, _NUMBERS = types.CPointer(types.int64), types.CPointer(types.float64)
-_SIDE = (_BYTES, types.int64, types.int64, _WORDS, _INDEX)
-SIGNATURE = types.void(
-    *_SIDE, *_SIDE, types.int64, _NUMBERS, types.int64, types.float64, _NUMBERS, _WORDS, _WORDS, _NUMBERS, _NUMBERS
-)
-"""Of each side: bytes, how many, kind, table, rows. Then: how many rows, the result, width, eps, elements, buffers."""
-
-
-def _rows(
-    g: Any, gn: Any, gk: Any, gt: Any, gi: Any, m: Any, mn: Any, mk: Any, mt: Any, mi: Any, n: Any, out: Any,
-    width: Any, eps: Any, elements: Any, a: Any, b: Any, q: Any, rel: Any,
-) -> None:  # fmt: skip
-    size = max(width, BLOCK)
-    rows(
-        part(g, 0, gn, np.uint8), gk, part(gt, 0, 256, np.uint32), part(gi, 0, n, np.int64),
-        part(m, 0, mn, np.uint8), mk, part(mt, 0, 256, np.uint32), part(mi, 0, n, np.int64),
-        part(out, 0, n * 11, np.float64), eps, part(elements, 0, 10, np.float64), part(a, 0, BLOCK, np.uint32),
-        part(b, 0, BLOCK, np.uint32), part(q, 0, size, np.float64), part(rel, 0, size, np.float64),
-    )  # fmt: skip
-
-
-def _structure(
-    g: Any, gn: Any, gk: Any, gt: Any, gi: Any, m: Any, mn: Any, mk: Any, mt: Any, mi: Any, n: Any, out: Any,
-    width: Any, eps: Any, elements: Any, a: Any, b: Any, q: Any, rel: Any,
-) -> None:  # fmt: skip
-    structure(
-        part(g, 0, gn, np.uint8), gk, part(gt, 0, 256, np.uint32), part(gi, 0, n, np.int64),
-        part(m, 0, mn, np.uint8), mk, part(mt, 0, 256, np.uint32), part(mi, 0, n, np.int64),
-        part(out, 0, 6 * width, np.float64), part(a, 0, width, np.uint32), part(b, 0, width, np.uint32),
-    )  # fmt: skip
-
-
-def code(name: str) -> tuple[str, list[str], bytes]:
-    """Of a loop: its symbol, the symbols it does not define itself, object code. Takes some seconds."""
-    made = cfunc(SIGNATURE, error_model="numpy", fastmath=FAST)({"rows": _rows, "structure": _structure}[name])
-    library = made._library
-    module = library._final_module
-    every = [*module.functions, *module.global_variables]
-    foreign = [x.name for x in every if x.is_declaration and not x.name.startswith("llvm.")]
-    return made.native_name, foreign, library.serialize_using_object_code()[2][0]
+LOOPS = (rows, structure)

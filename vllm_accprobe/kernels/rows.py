@@ -1,14 +1,13 @@
-"""The row table in one pass over the stored bits, compiled by numba, without the interpreter's lock.
+"""The row table in one pass over the stored bits, compiled, without the interpreter's lock.
 
 The problem: plain numpy reads each array a dozen times and makes a float64 copy of both sides first; a weight of a
 billion elements is one row, and the loops keep three numbers per element of a row. The idea: the loops of loops.py read
 each element once, and rows that meet are two index lists, so that nothing is copied. bfloat16, float16, float32 and
-8-bit floats run there, everything else, and a Python without numba, in definition.py. A wide row is cut into segments
-that the kernel takes for rows: sums add up and maxima are maxima. A segment's own peak, whose rms is another, bounds
-the whole row's: it is computed again for the segments that can hold it.
+8-bit floats run there, everything else, and a Python without llvmlite, in definition.py. A wide row is cut into
+segments that the kernel takes for rows: sums add up and maxima are maxima. A segment's own peak, whose rms is another,
+bounds the whole row's: it is computed again for the segments that can hold it.
 
-Not here: the meaning of the columns (definition.ROW_FIELDS), the loops (loops.py), where their machine code comes from
-(native.py).
+Not here: the meaning of the columns (definition.ROW_FIELDS), the loops (loops.py), their buffers (native.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.kernels import BLOCK, definition, native, structure
+from vllm_accprobe.kernels import definition, native, structure
 from vllm_accprobe.kernels import rows as kernel
 from vllm_accprobe.kernels.formulas import eps_of
 
@@ -117,16 +116,11 @@ def _side(data: np.ndarray, dtype: str, rows: np.ndarray, widen: Widen) -> tuple
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if flat.size != data.size * _SIZES[_kind(dtype)]:  # the loops read so many bytes, and check nothing
         raise ValueError(f"an array of {data.dtype} does not hold the bits of {dtype}")
-    return flat, _kind(dtype), _table(dtype, widen), _writeable(_rows(rows))
-
-
-def _writeable(rows: np.ndarray) -> np.ndarray:
-    """Arrays that may only be read are another type to the compiler, and would be compiled for once more."""
-    return rows if rows.flags.writeable else rows.copy()
+    return flat, _kind(dtype), _table(dtype, widen), _rows(rows)
 
 
 def _loops(golden: np.ndarray, *dtypes: str) -> Any:
-    """The compiled loops, or None where they do not serve or numba is missing."""
+    """The compiled loops, or None where they do not serve or there are none."""
     return _compiled() if golden.shape[1] and all(map(_fits, dtypes)) else None
 
 
@@ -157,7 +151,7 @@ _LOCK = threading.Lock()
 
 @cache
 def _compiled() -> Any:
-    """The compiled loops, or None where numba is missing. Compiled once per machine (native.py)."""
+    """The compiled loops, or None where there are none. Compiled once per machine (machine_code.py)."""
     with _LOCK:  # of many threads that come first, one compiles
         return _find_loops()
 
@@ -167,31 +161,7 @@ def _find_loops() -> Any:
     try:
         return native.loops()
     except native.Unusable:
-        pass
-    try:
-        from vllm_accprobe.kernels import loops
-    except ImportError:
         return None
-    return _ByNumba(loops)
-
-
-class _ByNumba:
-    """The loops as numba runs them, with new buffers for each call."""
-
-    def __init__(self, loops: Any):
-        self._loops = loops
-
-    def rows(self, *args: Any) -> None:
-        *sides, out, eps, elements = args
-        self._loops.rows(*sides, out.reshape(-1), eps, elements, *_buffers(int(out[0, 0])))
-
-    def structure(self, *args: Any) -> None:
-        *sides, sums = args
-        self._loops.structure(*sides, sums.reshape(-1), *_buffers(sums.shape[1])[:2])
-
-
-def _buffers(width: int) -> list[np.ndarray]:
-    return native.buffers(max(width, BLOCK))
 
 
 SEGMENT = 1 << 13

@@ -1,4 +1,4 @@
-"""Whole rows of finite numbers, as vector code that is written out; importing this module needs numba.
+"""Whole rows of finite numbers, as vector code that is written out.
 
 The problem: rows may be short. What a compiler puts around each loop (arguments on the stack, checks that arrays do not
 overlap, four vectors per sum to be folded) costs more than 64 elements do. The idea: one function for all rows of a
@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core.cgutils import get_or_insert_function
-from numba.extending import intrinsic
+
+from vllm_accprobe.compiler import emitted
 
 LANES = 8
 """Numbers in a vector: one of AVX-512's registers in float64, several of a smaller processor's."""
@@ -35,11 +34,11 @@ _ZERO, _INFINITE = ir.Constant(_WIDE, [0.0] * LANES), ir.Constant(_WIDE, [float(
 _NONE = ir.Constant(_COUNTS, [0] * LANES)
 
 
-@intrinsic
+@emitted
 def add_rows(
-    typing: Any, g: Any, m: Any, q: Any, rel: Any, out: Any, first: Any, n: Any, width: Any, whole: Any, large: Any,
+    body: Any, g: Any, m: Any, q: Any, rel: Any, out: Any, first: Any, n: Any, width: Any, whole: Any, large: Any,
     eps: Any, elements: Any, g_bits: Any, g_size: Any, m_bits: Any, m_size: Any,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Takes n rows of ``width`` finite numbers into the row table ``out`` from row ``first`` on.
 
     g, m: float32, the rows one after the other, ``width`` a multiple of LANES. q, rel: float64, become |d| and
@@ -49,47 +48,36 @@ def add_rows(
     ``eps``. g_bits, m_bits: uint8, what the numbers were built from, g_size and m_size bytes each; as many that lie
     behind them are on their way to the cache afterwards. At most BLOCK numbers. None of it is checked.
     """
+    builder = body.builder
+    sides, table, total = [a.at for a in (g, m, q, rel)], out.at, elements.at
+    start, rows, size, done, large, eps = (x.value for x in (first, n, width, whole, large, eps))
+    every = builder.mul(rows, size)
+    strides = (g_bits.at, g_size.value), (m_bits.at, m_size.value)
+    next_loads = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in strides]
 
-    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        arrays = [
-            context.make_array(t)(context, builder, v).data
-            for t, v in zip(signature.args, values, strict=True)
-            if isinstance(t, types.Array)
-        ]
-        *sides, table, total, g_bits, m_bits = arrays
-        start, rows, size, done, large, eps = values[5:11]
-        every = builder.mul(rows, size)
-        strides = (g_bits, values[13]), (m_bits, values[15])
-        next_loads = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in strides]
+    def places(row: Any, of: Sequence[Any]) -> list[Any]:
+        """Where the row begins in each array and in the table."""
+        at, line = builder.mul(row, size), builder.mul(builder.add(start, row), ir.Constant(_WORD, _WIDTH))
+        return [*(builder.gep(a, [at]) for a in of), builder.gep(table, [line])]
 
-        def places(row: Any, of: Sequence[Any]) -> list[Any]:
-            """Where the row begins in each array and in the table."""
-            at, line = builder.mul(row, size), builder.mul(builder.add(start, row), ir.Constant(_WORD, _WIDTH))
-            return [*(builder.gep(a, [at]) for a in of), builder.gep(table, [line])]
-
-        with builder.if_else(large) as branches:
-            for branch, all_seen in zip(branches, (True, False), strict=True):
-                with branch:
-                    begin = [*[_NONE] * 2, *[_ZERO] * (1 if all_seen else 4)]
-                    with _Counted(builder, rows, 1, begin) as loop:
-                        *both, d, r, line = places(loop.at, sides)
-                        at = builder.mul(loop.at, size)
-                        following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in next_loads]
-                        wide = _spread(builder, eps)
-                        found, loop.following = _sums(builder, both, d, r, size, wide, loop.sums, following, all_seen)
-                        _take_in(builder, builder.gep(line, [ir.Constant(_WORD, 1)]), found, (5, 6))
-                        if all_seen:
-                            _take_in(builder, total, [None] * 6 + [found[6], found[4], found[5]], (6, 8))
-                    _take_in(builder, total, _unpacked(builder, loop.following), (6, 8))
-        # Apart, so that one row's root and quotient are on their way while the others are added up.
-        with builder.if_then(done), _Counted(builder, rows, 1, []) as again:
-            d, r, line = places(again.at, sides[2:])
-            _finish(builder, d, r, line, size)
-        return context.get_dummy_value()
-
-    numbers = types.int64, types.int64, types.int64, types.boolean, types.boolean, types.float64
-    bits = g_bits, types.int64, m_bits, types.int64
-    return types.void(g, m, q, rel, out, *numbers, elements, *bits), build
+    with builder.if_else(large) as branches:
+        for branch, all_seen in zip(branches, (True, False), strict=True):
+            with branch:
+                begin = [*[_NONE] * 2, *[_ZERO] * (1 if all_seen else 4)]
+                with _Counted(builder, rows, 1, begin) as loop:
+                    *both, d, r, line = places(loop.at, sides)
+                    at = builder.mul(loop.at, size)
+                    following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in next_loads]
+                    wide = _spread(builder, eps)
+                    found, loop.following = _sums(builder, both, d, r, size, wide, loop.sums, following, all_seen)
+                    _take_in(builder, builder.gep(line, [ir.Constant(_WORD, 1)]), found, (5, 6))
+                    if all_seen:
+                        _take_in(builder, total, [None] * 6 + [found[6], found[4], found[5]], (6, 8))
+                _take_in(builder, total, _unpacked(builder, loop.following), (6, 8))
+    # Apart, so that one row's root and quotient are on their way while the others are added up.
+    with builder.if_then(done), _Counted(builder, rows, 1, []) as again:
+        d, r, line = places(again.at, sides[2:])
+        _finish(builder, d, r, line, size)
 
 
 class _Counted:
@@ -249,5 +237,7 @@ def _call(builder: Any, name: str, *values: Any) -> Any:
     kind = values[0].type
     suffix = "f64" if kind == _ONE else f"v{kind.count}f64"
     typed = ir.FunctionType(kind, [kind] * len(values))
-    function = get_or_insert_function(builder.module, typed, f"llvm.{name}.{suffix}")
+    function = builder.module.globals.get(f"llvm.{name}.{suffix}") or ir.Function(
+        builder.module, typed, f"llvm.{name}.{suffix}"
+    )
     return builder.call(function, values, fastmath=("nnan", "nsz") if name in ("maxnum", "minnum") else ())

@@ -33,7 +33,8 @@ from vllm_accprobe.dump.decode import Count, DecodeError, at_most, between, deco
 from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, open_regular
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
-from vllm_accprobe.whole_file import write_private
+from vllm_accprobe.refusals import full_disk
+from vllm_accprobe.whole_file import NoSpace, no_space, write_private
 
 HELLO, WELCOME, RUN, DATA, JOURNAL_FRAME, SYNC, HAVE, END, REFUSED, READY = range(1, 11)
 PROTOCOL = 1
@@ -165,6 +166,17 @@ _sync = getattr(os, "fdatasync", os.fsync)
 
 class MirrorError(Exception):
     """One line: why nothing more of this rank is taken."""
+
+
+@contextlib.contextmanager
+def _room_on_disk(place: Path) -> Iterator[None]:
+    """Makes a full disk a MirrorError: a piece that comes again does not fit either."""
+    try:
+        yield
+    except OSError as error:
+        if (code := no_space(error)) is None:
+            raise
+        raise MirrorError(full_disk(error if error.filename else NoSpace(code, place), code)) from None
 
 
 class RankMirror:
@@ -448,6 +460,10 @@ class RankArrival:
 
     def apply(self, kind: int, body: bytes | bytearray) -> Have | None:
         """Takes a piece; what is to be answered where it asks. Raises FrameError, MirrorError, OSError."""
+        with _room_on_disk(self.mirror.directory):
+            return self._taken(kind, body)
+
+    def _taken(self, kind: int, body: bytes | bytearray) -> Have | None:
         if kind == DATA:
             self.mirror.data(*place_of(body))
         elif kind == JOURNAL_FRAME:
@@ -496,12 +512,13 @@ class ArrivedRanks:
         rank = hello.rank
         if self.wanted is not None and rank not in self.wanted:
             raise MirrorError(f"rank {rank} is not selected (--ranks, rank_list)")
-        with self._lock:
-            if rank not in self.ranks:
-                self.ranks[rank] = RankArrival(self.root, rank, self.budget)
-            found = self.ranks[rank]
-        if found.totals != hello.totals:
-            found.keep(hello.totals)
+        with _room_on_disk(self.root):
+            with self._lock:
+                if rank not in self.ranks:
+                    self.ranks[rank] = RankArrival(self.root, rank, self.budget)
+                found = self.ranks[rank]
+            if found.totals != hello.totals:
+                found.keep(hello.totals)
         return found
 
     @property

@@ -30,6 +30,7 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import Neighbours, Past
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.pooled import Pools
+from vllm_accprobe.opcheck.run.check_calls import check_calls
 from vllm_accprobe.opcheck.run.job import STORED, Job, Tap
 from vllm_accprobe.opcheck.run.open_job import OpenJob
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, SKIP
@@ -126,11 +127,11 @@ class ArrivingJob(OpenJob):
         if self._later and key in self._again:
             return
         pools = self._pools.setdefault(key, Pools())
-        for captured in calls.of(rank, tap):
+        found = ((captured, self._check(captured, pools)) for captured in calls.of(rank, tap))
+        for captured, rows in check_calls(calls.dump, found):
             self._checked.setdefault(key, {})[captured.step, captured.call] = frozenset(captured.records)
             self.count += 1
             causes = self._causes_at.setdefault(key, self._causes_of_tap())
-            rows = list(self._check(captured, pools))
             for row in rows if causes is None else causes.with_cause(captured, rows):
                 if row.status in (SKIP, ERROR) or row.unchecked_because:
                     self._again.add(key)  # what it lacks may come yet

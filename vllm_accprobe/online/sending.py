@@ -24,6 +24,8 @@ from vllm_accprobe.online import arrivals as frames
 from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import CLIENT, Broken, NotSent, TlsError, Wire, context, is_refusal, reason_of
 from vllm_accprobe.online.shared import POLL_S, FolderWire
+from vllm_accprobe.refusals import full_disk
+from vllm_accprobe.whole_file import no_space
 
 FIRST_SYNC, SYNC_BYTES, SYNC_S = 256 << 10, 4 << 20, 0.5
 """Chosen: bytes and seconds between two SYNCs; on a new line the first number, which doubles up to the second."""
@@ -81,7 +83,9 @@ class RankSender:
                 self._stop.wait(pause)
             except (frames.FrameError, frames.TailError, OSError) as error:
                 wire.cut()
-                raise NotSent(f"rank {self.rank}: {error}") from None
+                code = no_space(error)
+                why = str(error) if code is None else full_disk(error, code)
+                raise NotSent(f"rank {self.rank}: {why}") from None
 
     def _connect(self) -> Wire | FolderWire:
         """A line on which the receiver is READY. Raises Broken, OSError; NotSent where it refuses."""

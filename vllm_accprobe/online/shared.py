@@ -67,6 +67,15 @@ def _batches(folder: Path) -> list[int]:
         return sorted(int(m[1]) for entry in entries if (m := _NAME.fullmatch(entry.name)))
 
 
+def _have(folder: Path) -> FolderHave:
+    """What the receiver says. Raises FrameError, OSError."""
+    try:
+        with os.fdopen(open_regular(folder / HAVE_FILE), "rb") as f:
+            return frames.said_in(FolderHave, f.read(frames.CHUNK))
+    except FileNotFoundError:
+        return FolderHave()
+
+
 class FolderWire:
     """The sender's end, used as line.Wire. What is sent up to a SYNC or END is one batch, after the HELLO and the
     run.json that were sent first; the answer is what the receiver says once it has taken that batch. journal: of the
@@ -80,7 +89,7 @@ class FolderWire:
         self._run: list[Any] = []
         self._parts: list[Any] = []
         self._sent: deque[int] = deque()
-        have = self._have()
+        have = _have(self._folder)
         self._damaged = have.damaged
         self._next = max(_batches(self._folder), default=have.batch) + 1
 
@@ -100,7 +109,7 @@ class FolderWire:
         """WELCOME before a batch is sent, then HAVE for each; REFUSED. Raises Broken for a batch that was damaged."""
         since, before = time.monotonic(), -1
         while not self._stop.is_set():
-            have = self._have()
+            have = _have(self._folder)
             if have.refused:
                 return frames.REFUSED, orjson.dumps(frames.Refusal(have.refused))
             if not self._sent:
@@ -122,25 +131,10 @@ class FolderWire:
 
     cut = close
 
-    def _have(self) -> FolderHave:
-        """What the receiver says."""
-        try:
-            with os.fdopen(open_regular(self._folder / HAVE_FILE), "rb") as f:
-                return frames.said_in(FolderHave, f.read(frames.CHUNK))
-        except FileNotFoundError:
-            return FolderHave()
-
     def _put(self) -> None:
         hello = replace(self._hello, run=_first_line(self._journal))
-        whole = b"".join([*frames.words(frames.HELLO, hello), *self._run, *self._parts])
-        part = self._folder / f".{self._next:08d}.part"
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        with os.fdopen(fd, "wb") as f:
-            f.write(whole)
-            f.write(xxhash.xxh3_128_digest(whole))
-            f.flush()
-            os.fsync(fd)
-        os.rename(part, self._folder / f"{self._next:08d}.batch")
+        batch = b"".join([*frames.words(frames.HELLO, hello), *self._run, *self._parts])
+        write_private(self._folder / f"{self._next:08d}.batch", batch + xxhash.xxh3_128_digest(batch), sync=True)
         self._sent.append(self._next)
         self._next += 1
         self._parts.clear()
@@ -155,6 +149,10 @@ class FolderReceiver:
         self._damaged: dict[int, int] = {}
         self._refused: set[int] = set()
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in shared.glob("rank*"):  # what another receiver refused, this one may take
+            with contextlib.suppress(OSError, frames.FrameError):
+                if _have(folder).refused:
+                    (folder / HAVE_FILE).unlink()
         self._thread = threading.Thread(target=self._watch, name="accprobe-shared", daemon=True)
         self._thread.start()
 

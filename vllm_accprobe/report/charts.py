@@ -289,7 +289,7 @@ def factors(comparison: Comparison) -> np.ndarray:
     of = table.failed & table.having("measure", "created")
     if not of.any():
         return rows.ratio
-    most = np.where(of, table.severities, np.nan).astype(np.float32)
+    most = np.where(of, np.minimum(table.severities, np.finfo(np.float32).max), np.nan).astype(np.float32)
     at = np.flatnonzero(~np.isnan(most)[rows.pair])
     if not len(at):
         return rows.ratio

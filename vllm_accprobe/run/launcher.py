@@ -120,6 +120,13 @@ class Guard:
             with contextlib.suppress(OSError):
                 os.write(self._shell.stdin.fileno(), b"%d\n" % target)
 
+    def strike(self) -> None:
+        """Ends what is watched, if anything is yet: as where this process dies."""
+        shell, self._shell = self._shell, None
+        if shell is not None and shell.stdin is not None:
+            with contextlib.suppress(OSError):
+                shell.stdin.close()
+
     def dismiss(self) -> None:
         """Also twice."""
         shell, self._shell = self._shell, None

@@ -1,5 +1,7 @@
 """The built-in table of vLLM's places and transformers'."""
 
+from dataclasses import replace
+
 import numpy as np
 from hand_made import Dump, f32
 
@@ -76,3 +78,38 @@ def test_outputs_of_a_module_with_a_number_of_its_own_are_not_compared():
         pairs = [{(r.tap, r.role) for r in d.records} for d in (both.golden, both.mine)]
         assert ("model.head", "output.0") in pairs[0] & pairs[1]
         assert ("model.embed", "output.0") not in pairs[0] & pairs[1]
+
+
+def test_rows_of_heads_are_rows_of_tokens_where_their_call_shows_it():
+    """Qwen3-Next norms [tokens x heads, size]; its gate is to the bit what a projection gave out."""
+    golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+    golden.put("model.z", "output.0", f32([1, 2, 3, 4], [5, 6, 7, 8]))
+    for tap, gate in (("model.norm", [[1, 2], [3, 4], [5, 6], [7, 8]]), ("model.other", [[0, 1]] * 4)):
+        for role, values in (("input.hidden_states", [[9, 9], [8, 8], [7, 7], [6, 6]]), ("input.gate", gate)):
+            r = golden.put(tap, role, f32(*values))
+            golden.records[-1] = replace(r, rows=None)
+            golden.arrays[id(golden.records[-1])] = golden.arrays[id(r)]
+        mine.put(tap, "input.x", np.zeros((2, 2, 2), np.float32))
+        mine.put(tap, "input.z", np.zeros((2, 2, 2), np.float32))
+    both = bridge(golden, mine)
+    found = {(r.tap, r.role): r for r in both.golden.records}
+    x = found["model.norm", "input.x"]
+    assert (x.rows, x.shape) == ("tokens", (2, 2, 2))
+    assert both.golden.read(x).tolist() == [[[9, 9], [8, 8]], [[7, 7], [6, 6]]]
+    assert all(r.rows is None for place, r in found.items() if place[0] == "model.other")
+
+
+def test_a_gate_behind_attention_and_a_bias_left_to_later_are_not_compared():
+    for same in (True, False):
+        golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+        at = "model.layers.0.self_attn"
+        golden.put(f"{at}.o_proj", "input.input", f32([1, 2]))
+        mine.put(f"{at}.attn", "output.0", f32([1, 2]))
+        mine.put(f"{at}.o_proj", "input.input_", f32([1, 2] if same else [2, 4]))
+        for dump in (golden, mine):
+            dump.put("model.dense", "output.0", f32([1, 2]))
+        mine.put("model.dense", "output.1", f32([3, 4]))
+        mine.modules = {0: [Module("model.dense", "L", 0, {"skip_bias_add": not same})]}
+        names = {(r.tap, r.role) for r in bridge(golden, mine).golden.records}
+        assert ((f"{at}.attn", "output.0") in names) is same
+        assert (("model.dense", "output.0") in names) is same

@@ -150,12 +150,17 @@ def test_a_gate_of_a_table_is_the_one_of_the_module(
         assert [r.status for r in rows] == [wanted], rows[0].message
 
 
-def test_a_gated_norm_of_groups_is_unchecked(tmp_path: Path) -> None:
+def test_a_gated_norm_of_groups_is_checked_where_their_size_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     part = importlib.import_module("transformers.models.zamba2.modeling_zamba2").Zamba2RMSNormGated(D, 8)
-    rows = [r for r in rows_of(part, tmp_path / "d") if r.tap == "part"]
-    assert [r.status for r in rows] == [SKIP]
-    assert "its source" in rows[0].message
+    (row,) = (r for r in rows_of(part, tmp_path / "known") if r.tap == "part")
+    assert row.status == PASS, row.message
+    monkeypatch.setattr(type(part), "group_size", property(lambda self: 8), raising=False)
+    del part.__dict__["group_size"]
+    (row,) = (r for r in rows_of(part, tmp_path / "unknown") if r.tap == "part")
+    assert (row.status, row.message) == (SKIP, "its source norms groups of channels")
 
 
 def test_a_gated_norm_without_a_gate_passes(tmp_path: Path) -> None:
@@ -170,6 +175,8 @@ def test_a_gated_norm_without_a_gate_passes(tmp_path: Path) -> None:
     (lambda layers, kda: kda.FusedRMSNormGated(D, activation="swish"), PASS),
     (lambda layers, kda: layers.RMSNormGated(D, norm_before_gate=True, activation="sigmoid"), PASS),
     (lambda layers, kda: layers.RMSNormGated(D, norm_before_gate=False, activation="silu"), PASS),
+    (lambda layers, kda: layers.RMSNormGated(D, group_size=D // 4, norm_before_gate=True), PASS),
+    (lambda layers, kda: layers.RMSNormGated(D, group_size=D // 4, norm_before_gate=False), PASS),
     (lambda layers, kda: layers.RMSNormGated(D, norm_before_gate=False, activation="sigmoid"), SKIP),
 ])  # fmt: skip
 def test_a_gated_norm_of_vllm_follows_its_activation(made: Any, status: str, tmp_path: Path) -> None:

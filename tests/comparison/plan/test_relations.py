@@ -221,3 +221,13 @@ def test_a_factor_in_the_weights_of_one_side_alone_is_no_error() -> None:
     assert scaled_elsewhere(units, modules(2.5, 1.0), modules(1.0, 2.5)) == {0, 1}
     assert not scaled_elsewhere(units, modules(1.0, 2.5), modules(1.0, 2.5))
     assert not scaled_elsewhere(units, modules(2.5, 1.0), modules(1.0, 1.0))  # one side has lost it
+
+
+def test_logits_say_how_many_experts_are_taken_whatever_else_has_a_top_k() -> None:
+    """transformers' router and block know ``top_k``, and no experts: mine's module of experts knows both."""
+    others = [Module(tap, "Llama4Router", 0, {"top_k": 2}) for tap in (BLOCK, f"{BLOCK}.router")]
+    units = [unit(f"{BLOCK}.router", "output.0")]
+    assert with_routers(units, others + modules(1.0, 1.0, global_num_experts=8))[0].takes == 2
+    assert with_routers(units, others)[0].takes == 0
+    grouped = modules(1.0, 1.0, global_num_experts=8, num_expert_group=4)
+    assert with_routers(units, others + grouped)[0].takes == 0

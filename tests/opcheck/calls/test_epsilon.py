@@ -1,6 +1,5 @@
 """An epsilon that was not recorded: named, of config.json, or fitted to a norm's input and output."""
 
-import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.csv_rows import csv_rows
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
@@ -127,8 +127,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def norms(dump: Path, out: Path, cls: str, *more: str) -> tuple[int, list[dict[str, str]]]:
     code = main(["opcheck", str(dump), "--ops", cls, "--out", str(out), "-j", "0", *more])
-    with (out / "opcheck.csv").open(newline="") as f:
-        return code, list(csv.DictReader(f))
+    return code, csv_rows(out / "opcheck.csv")
 
 
 @pytest.mark.parametrize("tool", DUMPS)

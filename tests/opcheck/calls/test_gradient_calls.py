@@ -1,6 +1,5 @@
 """Gradients that msprobe recorded, of operators, functions and modules: right ones pass, wrong ones fail."""
 
-import csv
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.backward_dump import BackwardDump
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.cli import main
 
@@ -21,8 +21,7 @@ def draw(*shape: int) -> torch.Tensor:
 def checked(dump: BackwardDump, out: Path) -> tuple[int, dict[tuple[str, str], str]]:
     """Exit code of opcheck; by (tap, number of the call:role) each status, or why there is none."""
     code = main(["opcheck", str(dump.close()), "--out", str(out), "-j", "0"])
-    with (out / "opcheck.csv").open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(out / "opcheck.csv")
     what = {True: "message", False: "status"}
     return code, {(r["tap"], f"{r['call']}:{r['role']}"): r[what[r["status"] == "skip"]] for r in rows}
 
@@ -113,8 +112,7 @@ Recorded = Callable[[str], Path]
 
 def rows(dump: Path, out: Path, *more: str) -> tuple[int, list[dict[str, str]]]:
     code = main(["opcheck", str(dump), "--out", str(out), "-j", "0", *more])
-    with (out / "opcheck.csv").open() as f:
-        return code, list(csv.DictReader(f))
+    return code, csv_rows(out / "opcheck.csv")
 
 
 @pytest.mark.parametrize("task", ["tensor", "statistics"])

@@ -1,12 +1,12 @@
 """Numbers of a coarser dtype in a wider container are judged by their own grid; a float32 kernel that rounds is not."""
 
-import csv
 from pathlib import Path
 
 import h5py
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
+from support.csv_rows import csv_rows
 from support.opchecked import check
 from support.peer_dumps import unpack
 
@@ -62,9 +62,9 @@ def test_a_tensor_with_one_value_off_the_grid_is_its_own_dtype(container: str) -
     [
         torch.zeros(64), torch.ones(64), torch.arange(256.0), torch.arange(200.0) / 16,
         2.0 ** torch.arange(-20.0, 20.0), torch.tensor([0.5, 1.5, -0.75, 1.25] * 50), torch.tensor([1.0078125]),
-        torch.zeros(0), torch.full((50,), float("nan")), torch.arange(64),
+        torch.zeros(0), torch.full((50,), float("nan")), torch.arange(64), torch.ones(64).to(torch.float8_e4m3fn),
     ],
-    ids=["zeros", "ones", "integers", "steps", "powers", "constants", "one", "empty", "nan", "int64"],
+    ids=["zeros", "ones", "integers", "steps", "powers", "constants", "one", "empty", "nan", "int64", "8 bits"],
 )  # fmt: skip
 def test_few_values_prove_nothing(values: torch.Tensor) -> None:
     assert grid.lies_on(values) == ""
@@ -188,8 +188,7 @@ def test_another_tools_fault_free_dump_passes_and_says_which_grid(tmp_path, caps
     assert main(["opcheck", str(golden), "-j", "0", "--out", str(tmp_path / "o")]) == 0
     said = capsys.readouterr().out
     assert "hold bfloat16 numbers: judged by what bfloat16 can hold" in said
-    with (tmp_path / "o/opcheck.csv").open(newline="") as f:
-        judged = [r for r in csv.DictReader(f) if r["status"] in ("pass", "fail")]
+    judged = [r for r in csv_rows(tmp_path / "o/opcheck.csv") if r["status"] in ("pass", "fail")]
     assert {(r["dtype"], r["stored"]) for r in judged} == {("bfloat16", "float32")}
 
 

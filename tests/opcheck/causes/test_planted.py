@@ -21,13 +21,15 @@ from opcheck.cause_calls import (
     experts,
     explained,
     gated,
+    given,
     honest,
     layer_norm,
     linear,
     names,
     norm,
-    rotary,
     with_output,
+    wrong_experts,
+    wrong_rotary,
 )
 
 from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, default_causes, marked
@@ -37,22 +39,19 @@ from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.attention import alibi_slopes
 
 
-def rms(x: Any, weight: Any, eps: float, total: Any = None) -> Any:
-    return F.rms_norm(x.double(), (x.shape[-1],), None, eps) * weight.double()
+def rms(x: Any, weight: Any, eps: float) -> Any:
+    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
 
 
-def wrong_norm(eps: float = 1e-5, add: float = 1.0, one: float = 0.0, weigh: bool = True, cls: str = "RMSNorm") -> Call:
-    call = norm(cls=cls)
-    x, r, w = call.inputs["x"].double(), call.inputs["residual"].double(), call.params["weight"].double()
-    total = x + add * r
-    w = torch.ones_like(w) if not weigh else w + one + (1.0 if cls == "GemmaRMSNorm" else 0.0)
-    return with_output(call, rms(total, w, eps), total)
+def wrong_norm(eps: float = 1e-5, add: float = 1.0, one: float = 0.0, weigh: float = 1.0, cls: str = "RMSNorm") -> Call:
+    one += 1.0 if cls == "GemmaRMSNorm" else 0.0
+    return given(norm(cls=cls), lambda x, r, w: (rms(x + add * r, weigh * w + one, eps), x + add * r),
+                 "x", "residual", "weight")  # fmt: skip
 
 
 def norm_of(y: Callable[[Any, Any], Any]) -> Call:
     """A norm without residual that gives ``y(x, weight)``, float64."""
-    call = norm(residual=False)
-    return with_output(call, y(call.inputs["x"].double(), call.params["weight"].double()))
+    return given(norm(residual=False), y, "x", "weight")
 
 
 def by_root(root: Callable[[Any], Any]) -> Call:
@@ -60,21 +59,15 @@ def by_root(root: Callable[[Any], Any]) -> Call:
 
 
 def wrong_layer(y: Callable[[Any, Any, Any], Any]) -> Call:
-    call = layer_norm()
-    return with_output(call, y(call.inputs["input"].double(), call.params["weight"].double(),
-                               call.params["bias"].double()))  # fmt: skip
+    return given(layer_norm(), y, "input", "weight", "bias")
 
 
 def wrong_gate(y: Callable[[Any, Any], Any], cls: str = "SiluAndMul") -> Call:
-    call = gated(cls)
-    gate, up = call.inputs["x"].double().chunk(2, -1)
-    return with_output(call, y(gate, up))
+    return given(gated(cls), lambda x: y(*x.chunk(2, -1)), "x")
 
 
 def wrong_linear(y: Callable[[Any, Any, Any], Any]) -> Call:
-    call = linear()
-    return with_output(call, y(call.inputs["input_"].double(), call.params["weight"].double(),
-                               call.params["bias"].double()))  # fmt: skip
+    return given(linear(), y, "input_", "weight", "bias")
 
 
 def neighbours_scales() -> Call:
@@ -108,50 +101,6 @@ def four_bits(t: Any) -> Any:
     return (t.bfloat16().double() / step).round() * step
 
 
-def wrong_rotary(
-    base: float = 10000.0, dim: int = HEAD, neighbours: bool = False, key: bool = True,
-    positions: Callable[[Any], Any] = lambda p: p, table: Callable[[Any], Any] = lambda t: t,
-) -> Call:  # fmt: skip
-    """Turned by complex numbers."""
-    call = rotary()
-    at = positions(call.inputs["positions"].double())
-    angle = at[:, None] * torch.tensor([base ** (-2.0 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
-    unit = torch.complex(table(angle.cos()), table(angle.sin()))[:, None]
-    out = []
-    for name in ("query", "key"):
-        x = call.inputs[name].double().unflatten(1, (-1, HEAD))
-        turn = x[..., :dim]
-        if neighbours:
-            y = torch.view_as_real(torch.view_as_complex(turn.unflatten(-1, (-1, 2)).contiguous()) * unit).flatten(-2)
-        else:
-            z = torch.complex(*turn.chunk(2, -1)) * unit
-            y = torch.cat((z.real, z.imag), -1)
-        y = torch.cat((y, x[..., dim:]), -1)
-        out.append((y if key or name == "query" else x).flatten(1))
-    return with_output(call, *out)
-
-
-def wrong_experts(
-    ids: Callable[[Any], Any] = lambda i: i, act: Callable[[Any], Any] = F.silu, exchanged: bool = False,
-    on_input: bool = False, fewer: int = 0, weights: Callable[[Any], Any] = lambda w: w, missing: int = -1,
-) -> Call:  # fmt: skip
-    """Experts by a loop over rows."""
-    call = experts()
-    x, w = call.inputs["x"].double(), weights(call.inputs["topk_weights"].double())
-    chosen, out = ids(call.inputs["topk_ids"]), torch.zeros_like(call.inputs["x"].double())
-    for n in range(len(x)):
-        for k in range(fewer or chosen.shape[1]):
-            e = int(chosen[n, k])
-            if e == missing:
-                continue
-            row = x[n] * w[n, k] if on_input else x[n]
-            gate, up = (call.params["w13_weight"][e].double() @ row).chunk(2)
-            gate, up = (up, gate) if exchanged else (gate, up)
-            y = call.params["w2_weight"][e].double() @ (act(gate) * up)
-            out[n] += y if on_input else w[n, k] * y
-    return with_output(call, out)
-
-
 def by_place(call: Call) -> Call:
     """Its inputs as those of a forward that takes ``*args``."""
     return replace(call, inputs={str(k): t for k, t in enumerate(call.inputs.values())})
@@ -168,8 +117,7 @@ def other_scores(tied: int) -> Call:
     ids = logits.topk(2, -1).indices
     weights = scores.gather(1, ids)
     inputs = {**call.inputs, "topk_ids": ids, "topk_weights": (weights / weights.sum(-1, keepdim=True)).float()}
-    call = honest(replace(call, inputs=inputs, extra={"router_logits": logits.bfloat16()}), (len(ids), WIDTH))
-    return call
+    return honest(replace(call, inputs=inputs, extra={"router_logits": logits.bfloat16()}), (len(ids), WIDTH))
 
 
 TURNED = [h % KV for h in range(HEADS)]
@@ -200,7 +148,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
         lambda: by_root(lambda x: ((x * x)[:, 16:32].mean(-1, keepdim=True) + 1e-5).sqrt()), "mean_of_one_part",
     ),
     "divisor": (lambda: by_root(lambda x: ((x * x).sum(-1, keepdim=True) / 80 + 1e-5).sqrt()), "other_divisor"),
-    "no weight": (lambda: wrong_norm(weigh=False), "no_weight"),
+    "no weight": (lambda: wrong_norm(weigh=0.0, one=1.0), "no_weight"),
     "weight and one": (lambda: wrong_norm(one=1.0), "weight_and_one"),
     "weight without one": (lambda: wrong_norm(one=-1.0, cls="GemmaRMSNorm"), "weight_without_one"),
     "centred": (lambda: norm_of(lambda x, w: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "centred"),
@@ -262,8 +210,8 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
     "end of a table": (lambda: wrong_rotary(positions=lambda p: p.clamp(max=35.0)), "positions_end"),
     "coarse table": (lambda: wrong_rotary(table=four_bits), "coarse_table"),
-    "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
-    "key as it is, by place": (lambda: by_place(wrong_rotary(key=False)), "not_turned"),
+    "key as it is": (lambda: wrong_rotary(key=lambda p: 0 * p), "not_turned"),
+    "key as it is, by place": (lambda: by_place(wrong_rotary(key=lambda p: 0 * p)), "not_turned"),
     "scores of a router": (lambda: other_scores(0), "other_scoring"),
     "scores of a router, some tied": (lambda: other_scores(3), "other_scoring"),
     "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),

@@ -13,14 +13,16 @@ from opcheck.cause_calls import (
     WIDTH,
     attention,
     drawn,
-    experts,
     explained,
     gated,
+    given,
     linear,
     names,
     with_output,
+    wrong_experts,
+    wrong_rotary,
 )  # fmt: skip
-from opcheck.planted_addresses import CHUNKS, by_probabilities, rotated
+from opcheck.planted_addresses import CHUNKS, by_probabilities
 
 from vllm_accprobe.opcheck.reference import Call
 
@@ -37,11 +39,7 @@ def codes(t: Any, most: float = 127.0) -> Any:
 
 
 def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None, dtype: Any = torch.bfloat16) -> Call:
-    call = linear() if call is None else call
-    found = y(
-        *(call[k].float() for call, k in ((call.inputs, "input_"), (call.params, "weight"), (call.params, "bias")))
-    )
-    return with_output(call, found, dtype=dtype)
+    return given(call or linear(), y, "input_", "weight", "bias", kind=torch.float32, dtype=dtype)
 
 
 def low_sum(x: Any, w: Any, b: Any, size: int) -> Any:
@@ -56,8 +54,7 @@ def of_result(change: Callable[[Any], Any]) -> Call:
 
 
 def gate(y: Callable[[Any, Any], Any]) -> Call:
-    call = gated()
-    return with_output(call, y(*call.inputs["x"].float().chunk(2, -1)))
+    return given(gated(), lambda x: y(*x.chunk(2, -1)), "x", kind=torch.float32)
 
 
 def from_table(x: Any, points: int) -> Any:
@@ -86,16 +83,7 @@ def added_up(x: Any, size: int) -> Any:
 
 
 def coarse_turn(n: int) -> Call:
-    call = rotated(CHUNKS, CHUNKS)
-    f = 10000.0 ** -(torch.arange(0, HEAD, 2).double() / HEAD)
-    angle = (CHUNKS.double().unsqueeze(1) * f).unsqueeze(1)
-    cos, sin = bits(angle.cos().bfloat16(), n), bits(angle.sin().bfloat16(), n)
-
-    def turn(x: Any) -> Any:
-        a, b = x.float().reshape(len(x), -1, 2, HEAD // 2).unbind(2)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).flatten(1)
-
-    return with_output(call, turn(call.inputs["query"]), turn(call.inputs["key"]))
+    return wrong_rotary(CHUNKS, table=lambda t: bits(t.bfloat16(), n))
 
 
 def by_heads(t: Any, change: Callable[[Any], Any]) -> Any:
@@ -111,22 +99,12 @@ def eight_bits(scales: Callable[[Any], Any]) -> Call:
     return product(lambda x, w, b: x @ (w * scales(scale)).T + b, call)
 
 
-def coarse_experts() -> Call:
-    """Of torch's loop over experts, codes for weights."""
-    call = experts()
-    x, w13, w2 = call.inputs["x"].float(), *(codes(call.params[n]) for n in ("w13_weight", "w2_weight"))
-    out = torch.zeros_like(x)
-    for n in range(len(x)):
-        for e, weight in zip(call.inputs["topk_ids"][n], call.inputs["topk_weights"][n], strict=True):
-            gate, up = (w13[e] @ x[n]).chunk(2)
-            out[n] += weight * (w2[e] @ (F.silu(gate) * up))
-    return with_output(call, out)
-
-
 PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
-    "experts": (coarse_experts, "coarse_experts", "int8 with a scale for each row"),
+    "experts": (
+        lambda: wrong_experts(matrices=lambda w: codes(w).double()), "coarse_experts", "int8 with a scale for each row",
+    ),
     "positions": (
-        lambda: rotated(CHUNKS + 300, (CHUNKS + 300).bfloat16()), "coarse_positions", "bfloat16",
+        lambda: wrong_rotary(CHUNKS + 300, positions=torch.Tensor.bfloat16), "coarse_positions", "bfloat16",
     ),
     "one of equal tables": (lambda: gate(lambda a, b: a * nearest(a, 33) * b), "sigmoid_table", "33 8.0 the nearest"),
     "input": (lambda: product(lambda x, w, b: bits(x, 5) @ w.T + b), "coarse_input", "5 bits of mantissa"),

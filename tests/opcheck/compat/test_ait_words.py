@@ -1,6 +1,5 @@
 """``accprobe opcheck`` with the words of ``ait llm opcheck``, on made dumps, typed in."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from atb_dumps import MadeCall, bits, faulty, normal, wide, write_call
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.cli import main
 
@@ -37,8 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def table(home: Path) -> list[dict[str, str]]:
-    with (home / "out/opcheck_result.csv").open(encoding="utf-8", newline="") as f:
-        return list(csv.DictReader(f))
+    return csv_rows(home / "out/opcheck_result.csv")
 
 
 def run(words: str) -> int:

@@ -1,6 +1,5 @@
 """msprobe's files: their names, headers and words; msprobe's own second stage reads them; and so does our opdiff."""
 
-import csv
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.csv_rows import csv_rows as table
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
@@ -24,11 +24,6 @@ TOOL = (
     "print(*DETAIL_TEST_ROWS[0], sep='|')\n"
 )
 """Its second stage, and then the headers of its files."""
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8-sig", newline="") as f:
-        return list(csv.DictReader(f))
 
 
 def files(out: Path) -> tuple[Path, Path]:

@@ -1,6 +1,5 @@
 """Lists of API names, calls that stand for others, devices: what is left out is a row with its reason."""
 
-import csv
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.compat.msprobe import left_out, names_of
@@ -26,8 +26,7 @@ def test_names_and_lists() -> None:
 
 
 def statuses(out: Path) -> Counter[tuple[str, str]]:
-    with (out / "opcheck.csv").open() as f:
-        return Counter((r["status"], r["message"].partition(":")[0]) for r in csv.DictReader(f))
+    return Counter((r["status"], r["message"].partition(":")[0]) for r in csv_rows(out / "opcheck.csv"))
 
 
 def test_the_lists_of_a_config(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,11 @@
 """msprobe's files of its second stage: its verdicts on the same rows."""
 
-import csv
 from pathlib import Path
 
 from opcheck.opdiff_files import FIVE, row, write
+from support.csv_rows import csv_rows as table
 
 from vllm_accprobe.cli import main
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8-sig", newline="") as f:
-        return list(csv.DictReader(f))
 
 
 def test_a_wrong_machine_in_msprobe_s_words(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """Rounding toward zero is seen in the numbers, honest at the default standard, and hides no fault."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from opcheck_dumps import Maker
+from support.csv_rows import csv_rows
 from support.truncated import truncated
 
 from vllm_accprobe.cli import main
@@ -73,7 +73,8 @@ def test_truncation_passes_with_room_and_fails_strict(shape: tuple[int, int], dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_defects_of_a_truncating_kernel_are_seen(dtype: str) -> None:
+@pytest.mark.parametrize("way", [nearest, cut])
+def test_defects_of_a_few_roundings_are_seen(way: Any, dtype: str) -> None:
     y, u = exact(64, 128), UNIT[dtype]
     column, element, row, sixteenth = y.clone(), y.clone(), y.clone(), y.clone()
     column[:, 9] *= 1 + 5 * u
@@ -84,10 +85,11 @@ def test_defects_of_a_truncating_kernel_are_seen(dtype: str) -> None:
         (y * (1 + 1.5 * u), None), (y * (1 - 2.5 * u), None), (column, ("column", -1, 9)), (element, ("element", 3, 4)),
         (row, None), (sixteenth, None),
     ):  # fmt: skip
-        v = rounding.judge(y, cut(wrong, dtype), dtype)
+        v = rounding.judge(y, way(wrong, dtype), dtype)
         assert not v.passed
         assert at in (None, (v.measure, v.row, v.column))
-    assert rounding.judge(y, cut(row, dtype), dtype).row == 11
+    assert rounding.judge(y, way(y * (1 + 1.5 * u), dtype), dtype).measure == "gain" or way is cut
+    assert rounding.judge(y, way(row, dtype), dtype).row == 11
 
 
 def test_roundings_before_the_last_one_may_be_truncated_too() -> None:
@@ -222,8 +224,7 @@ def test_it_is_named_once_and_strict_fails_it(dump: Path, tmp_path: Path, capsys
     assert main(["opcheck", str(dump), "-j", "0", "--out", str(tmp_path / "out")]) == 0
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "toward zero" in line]
     assert said == "  LayerNorm, bfloat16: rounds toward zero (up to 1 rounding of bfloat16)"
-    with (tmp_path / "out" / "opcheck.csv").open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(tmp_path / "out" / "opcheck.csv")
     assert {(r["class"], r["rounding"], r["status"]) for r in rows} == {
         ("RMSNorm", "", "pass"), ("LayerNorm", "toward zero", "pass"),
     }  # fmt: skip

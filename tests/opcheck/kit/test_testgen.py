@@ -1,6 +1,5 @@
 """The folder that gentest writes: right where the engine was right, wrong where it was wrong, with torch alone."""
 
-import csv
 import json
 import re
 import shutil
@@ -13,6 +12,7 @@ import torch
 from opcheck import torch_only
 from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.cli import main
@@ -42,8 +42,7 @@ def test_a_clean_capture_passes_with_torch_and_pytest_alone(tmp_path: Path, site
     assert done.returncode == 0, done.stdout + done.stderr
     # norm, qkv, attention and o_proj once or more in three ways; attention is not drawn, and NobodyKnows is skipped
     assert counts(done.stdout)["passed"] >= 10
-    with (tmp_path / "t/cpu.csv").open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(tmp_path / "t/cpu.csv")
     assert tuple(rows[0]) == (*COLUMNS, "min_val", "max_val")
     checked = [r for r in rows if r["status"] == "pass"]
     assert {r["op"] for r in checked} == {"RMSNorm", "QKVParallelLinear", "Attention", "RowParallelLinear"}
@@ -155,15 +154,13 @@ def test_a_dump_of_statistics_becomes_tests_with_drawn_inputs(tmp_path: Path, si
         assert "failed" not in found
         assert "error" not in found
         assert counts(found)["passed"] >= 6
-    with sheets[0].open() as f:
-        rows = {r["op"]: r for r in csv.DictReader(f)}
+    rows = {r["op"]: r for r in csv_rows(sheets[0])}
     assert {"aten.addmm.default", "aten.gelu.default", "aten.native_layer_norm.default"} <= set(rows)
     assert all("weaker evidence" in r["message"] for r in rows.values() if r["status"] == "pass")
     assert float(rows["aten.gelu.default"]["min_val"]) < 0 < float(rows["aten.gelu.default"]["max_val"])
     joined = tmp_path / "result.csv"
     assert main(["opdiff", *map(str, sheets), str(joined), "--out", str(tmp_path / "diff")]) == 0
-    with joined.open() as f:
-        table = list(csv.DictReader(f))
+    table = csv_rows(joined)
     assert tuple(table[0]) == xray.SUMMARY_COLUMNS
     gelu = next(r for r in table if r["op_name"] == "aten.gelu.default")
     assert (gelu["dtype"], gelu["shape"], gelu["is_pass"]) == ("torch.bfloat16", "[6, 16]", "pass")

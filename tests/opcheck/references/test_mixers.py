@@ -20,7 +20,6 @@ from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import mixers
 from vllm_accprobe.opcheck.references.mixers import CARRIED, OtherStates, carried
 from vllm_accprobe.opcheck.references.recurrent import EPSILON
-from vllm_accprobe.opcheck.registry import default_references
 
 State = tuple[list[Any], Any]
 """Inputs of the convolution that came before, and the recurrence's state."""
@@ -284,7 +283,3 @@ def test_what_is_not_known_has_no_reference(missing: str, why: str) -> None:
     with pytest.raises(Declined) as error:
         carried(call)
     assert error.value.reason == why
-
-
-def test_the_table_of_references_finds_the_block() -> None:
-    assert not isinstance(default_references().find("QwenGatedDeltaNetAttention"), Declined)

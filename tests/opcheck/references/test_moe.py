@@ -80,13 +80,8 @@ def test_a_factor_on_softmax_weights_is_found_where_one_row_has_large_logits(fac
 LOGITS = draw(12, 3)
 
 
-def test_router_weights_are_checked_where_the_model_says_how() -> None:
-    call = experts_call(Draw(3), config={"hidden_act": "silu", "model_type": "mixtral"}).call
-    found = evaluated(replace(call, extra={"router_logits": LOGITS}))["input.topk_weights"]
-    best = torch.softmax(LOGITS, -1).topk(2, -1)
-    want = torch.zeros(12, 3).double().scatter(1, best.indices, best.values / best.values.sum(-1, keepdim=True))
-    torch.testing.assert_close(found.value, want.gather(1, call.inputs["topk_ids"]))
-    call = replace(call, config={"hidden_act": "silu", "model_type": "unheard_of"})
+def test_router_weights_are_unchecked_where_nobody_says_how() -> None:
+    call = experts_call(Draw(3), config={"hidden_act": "silu", "model_type": "unheard_of"}).call
     for extra, why in (({"router_logits": LOGITS}, "chosen and weighed"), ({}, "logits were not captured")):
         found = evaluated(replace(call, extra=extra))["input.topk_weights"]
         assert not found.rows.any()
@@ -128,3 +123,16 @@ def test_what_nobody_says_is_not_checked_and_counted(bias: Any, router: dict[str
     found = evaluated(glm_call(bias, **router))["input.topk_weights"]
     assert not found.rows.any()
     assert why in found.reason
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_routers_logits_are_found_wherever_it_gives_them_out(factor: float) -> None:
+    """Granite's router gives out the chosen experts, their weights, and the logits last."""
+    x, weight = torch.randn(5, 16), torch.randn(4, 16)
+    logits = factor * (x @ weight.T)
+    top = logits.topk(2)
+    outputs = {"output.0": top.indices, "output.1": top.values.softmax(-1), "output.2": logits}
+    call = Call("router", "GraniteMoeTopKRouter", {"hidden_states": x}, params={"weight": weight}, outputs=outputs)
+    found = evaluated(call)
+    assert set(found) == {"output.2"}
+    assert torch.allclose(found["output.2"].value.float(), logits, atol=1e-4) == (factor == 1.0)

@@ -1,23 +1,18 @@
 """``!`` excludes, in every command that takes globs; and gradients of API calls that msprobe recorded."""
 
-import csv
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from cli.cli_dumps import make
 from opcheck.layer_dumps import build
+from support.csv_rows import csv_rows as rows
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import Selection
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import wanted
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as f:
-        return list(csv.DictReader(f))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Other things to check against: a golden dump, this machine's own code, drawn inputs, gradients."""
 
-import csv
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from opcheck.layer_dumps import build
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.cli import main
@@ -28,8 +28,7 @@ from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 
 def table(out: Path) -> list[dict[str, str]]:
-    with (out / "opcheck.csv").open(newline="") as f:
-        return list(csv.DictReader(f))
+    return csv_rows(out / "opcheck.csv")
 
 
 def run(dump: Path, out: Path, *arguments: str) -> tuple[int, dict[str, set[str]]]:
@@ -238,8 +237,7 @@ def test_statistics_of_a_plain_model_are_nearly_all_checked(tmp_path: Path) -> N
     probe.close()
     out = tmp_path / "out"
     assert main(["opcheck", str(tmp_path / "d"), "--out", str(out), "-j", "0"]) == 0
-    with (out / "opcheck.csv").open() as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(out / "opcheck.csv")
     passed = {r["op"] for r in rows if r["status"] == "pass"}
     assert passed >= {"Embedding", "Linear", "GELU", "LayerNorm", "aten.embedding.default", "aten.addmm.default",
                       "aten.gelu.default", "aten.native_layer_norm.default"}  # fmt: skip

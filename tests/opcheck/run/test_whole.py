@@ -1,6 +1,5 @@
 """Processes, crashes, interruptions: whatever happens, every call has its row, and the csv is the same."""
 
-import csv
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from opcheck.layer_dumps import build
+from support.csv_rows import csv_rows
 
 from vllm_accprobe.cli import main
 
@@ -49,8 +49,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def table(out: Path) -> list[dict[str, str]]:
-    with (out / "opcheck.csv").open(newline="") as f:
-        return list(csv.DictReader(f))
+    return csv_rows(out / "opcheck.csv")
 
 
 def test_any_number_of_processes_gives_the_same_csv(tmp_path: Path) -> None:

@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from opcheck.samples.definitions import attend, gelu, gelu_tanh, lower, past, rms, sigmoid, silu, softmax
+from opcheck.samples.definitions import (
+    attend,
+    fast_gelu,
+    gelu,
+    gelu_tanh,
+    layer,
+    lower,
+    past,
+    rms,
+    sigmoid,
+    silu,
+    softmax,
+    turned,
+)
 from opcheck.samples.dtypes import BRAIN, HALF, INT, INT8, LONG, SINGLE
 from opcheck.samples.sample import ONE_OFF, Array, Draw, Made, declined, sample, wide
 
@@ -146,10 +159,6 @@ def elementwise_of_unknown_kinds() -> Iterator[tuple[Call, str]]:
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
-def fast_gelu(x: Array) -> Array:
-    return x * np.exp(0.851 * (x - np.abs(x))) / (1 + np.exp(-1.702 * np.abs(x)))
-
-
 @atb("ActivationOperation", "GELU instead of SiLU")
 def activation(d: Draw, fault: str) -> Iterator[Variant]:
     x, low, whole = d(5, 24), d(5, 24, dtype=BRAIN), d(4, 6, 8)
@@ -279,11 +288,6 @@ def parameters_that_are_not_set(d: Draw, fault: str) -> list[Made]:
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------
-
-
-def layer(x: Array, weight: Array = 1.0, bias: Array = 0.0, eps: float = 1e-5) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
-    return rms(centred, weight, eps) + bias
 
 
 SCALE, OFFSET = torch.tensor([0.03125], dtype=HALF), torch.tensor([3], dtype=INT8)
@@ -591,13 +595,6 @@ def multinomial(d: Draw, fault: str) -> Made:
 # --- rotary embeddings ----------------------------------------------------------------------------------------------
 
 
-def turned(x: Array, cos: Array, sin: Array, parts: int) -> Array:
-    """x [tokens, heads, d]: each channel with the one half a pair's width away, of ``parts`` halves."""
-    at, width = np.arange(x.shape[-1]), x.shape[-1] // parts
-    partner = np.where(at // width % 2 == 0, at + width, at - width)
-    return x * cos[:, None] + x[..., partner] * np.where(partner > at, -1, 1) * sin[:, None]
-
-
 @sample(ONE_OFF, "other pairs", seeds=2, dtypes=(HALF, BRAIN))
 def rope(d: Draw, fault: str) -> list[Made]:
     found = []
@@ -607,7 +604,7 @@ def rope(d: Draw, fault: str) -> list[Made]:
         angle = d.rng.uniform(0, 6, (n, width))
         cos, sin = (torch.from_numpy(f(angle)).to(d.dtype) for f in (np.cos, np.sin))
         used = parts if not fault else 2 if parts == 4 else 4
-        out = [turned(wide(x), wide(cos), wide(sin), used) for x in (q, k)]
+        out = [turned(wide(x), wide(cos)[:, None], wide(sin)[:, None], used) for x in (q, k)]
         inputs = [x[None] if four else x.flatten(1) for x in (q, k)]
         out = [y.reshape(x.shape) for x, y in zip(inputs, out, strict=True)]
         found.append(_made("RopeOperation", ({"rotaryCoeff": parts}, [*inputs, cos, sin, integers(n)], out)))
@@ -625,7 +622,7 @@ def rope_in_ways_that_are_not_public() -> Iterator[tuple[Call, str]]:
 def rope_beside_another_part(d: Draw) -> Iterator[Variant]:
     q, other, angle = d(5, 3 * 8), d(5, 3, 4), d.rng.uniform(0, 6, (5, 8))
     cos, sin = (torch.from_numpy(f(angle)).to(HALF) for f in (np.cos, np.sin))
-    y = turned(wide(q).reshape(5, 3, 8), wide(cos), wide(sin), 2)
+    y = turned(wide(q).reshape(5, 3, 8), wide(cos)[:, None], wide(sin)[:, None], 2)
     yield {}, [q, cos, sin, other], [np.concatenate([y, wide(other)], 2)]
 
 

@@ -30,22 +30,41 @@ def gelu_tanh(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def fast_gelu(x: Array) -> Array:
+    return x * np.exp(0.851 * (x - np.abs(x))) / (1 + np.exp(-1.702 * np.abs(x)))
+
+
 def rms(x: Array, weight: Array, eps: float = 1e-5, less: int = 0) -> Array:
     """less: what the mean divides by less than the width."""
     return x / np.sqrt((x * x).sum(-1, keepdims=True) / (x.shape[-1] - less) + eps) * weight
 
 
+def layer(x: Array, weight: Array = 1.0, bias: Array = 0.0, eps: float = 1e-5) -> Array:
+    return rms(x - x.mean(-1, keepdims=True), weight, eps) + bias
+
+
+def turned(x: Array, cos: Array, sin: Array, parts: int) -> Array:
+    """Tables of x's width: each channel with the one half a pair's width away, of ``parts`` halves."""
+    at, width = np.arange(x.shape[-1]), x.shape[-1] // parts
+    partner = np.where(at // width % 2 == 0, at + width, at - width)
+    return x * cos + x[..., partner] * np.where(partner > at, -1, 1) * sin
+
+
 def attend(
-    q: Array, k: Array, v: Array, scale: float, added: Any = 0.0, clamp: tuple[float, float] | None = None
-) -> Array:
-    """q [n, heads, d], k and v [m, kv heads, d]; added broadcasts to [heads, n, m]."""
+    q: Array, k: Array, v: Array, scale: float, added: Any = 0.0, clamp: tuple[float, float] | None = None,
+    cap: float = 0.0, sinks: Array | None = None,
+) -> Array:  # fmt: skip
+    """q [n, heads, d], k and v [m, kv heads, d]; added broadcasts to [heads, n, m]; sinks: a further score of a head,
+    which has no value."""
     added = np.broadcast_to(added, (q.shape[1], len(q), len(k)))
     out = np.zeros((len(q), q.shape[1], v.shape[2]))
     for h in range(q.shape[1]):
         own = h // (q.shape[1] // k.shape[1])
         s = q[:, h] @ k[:, own].T * scale
-        s = np.clip(s, *clamp) if clamp else s
-        out[:, h] = softmax(s + added[h]) @ v[:, own]
+        s = np.clip(s, *clamp) if clamp else cap * np.tanh(s / cap) if cap else s
+        s = s + added[h]
+        s = s if sinks is None else np.concatenate((s, np.full((len(s), 1), sinks[h])), 1)
+        out[:, h] = softmax(s)[:, : len(k)] @ v[:, own]
     return out
 
 

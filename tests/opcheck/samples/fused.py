@@ -1,7 +1,7 @@
 """Samples of torch_npu's fused operators as numpy defines them, and wrong kernels of each.
 
-Every definition is written out here, in float64 for the exact answer and in float32 for a right kernel; none uses the
-package. A wrong kernel is the same definition with a fault.
+Every definition is written out here or in definitions.py, in float64; none uses the package. A wrong kernel is the same
+definition with a fault.
 """
 
 import math
@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from opcheck.samples import definitions
 from opcheck.samples.definitions import sigmoid, softmax
 from opcheck.samples.dtypes import BRAIN, HALF, LONG, SINGLE
-from opcheck.samples.sample import Array, Draw, Made, made, sample
+from opcheck.samples.sample import Array, Draw, Made, made, sample, wide
 
 from vllm_accprobe.opcheck.reference import Call
 
@@ -40,21 +41,15 @@ def bools(d: Draw, *shape: int, share: float = 0.3) -> torch.Tensor:
 # --- norms --------------------------------------------------------------------------------------------------------
 
 
-def rms(x: Array, w: Array, epsilon: float = 1e-6) -> tuple[Array, ...]:
-    axes = tuple(range(x.ndim - w.ndim, x.ndim))
-    r = 1.0 / np.sqrt((x * x).mean(axes, keepdims=True) + x.dtype.type(epsilon))
+def rms(x: Array, w: Array, epsilon: float = 1e-6, less: int = 0) -> tuple[Array, ...]:
+    """less: what the mean divides by less than the width."""
+    r = 1.0 / np.sqrt((x * x).sum(-1, keepdims=True) / (x.shape[-1] - less) + epsilon)
     return x * r * w, r
 
 
 def _rms_case(d: Draw) -> Arguments:
     n, width = d.below(6, 12), d.below(90, 130)
     return (d(n, 3, width, scale=0.05), 1 + d(width, scale=0.2)), {"epsilon": 1e-4}
-
-
-def _rms_n_less_one(x: Array, w: Array, epsilon: float) -> tuple[Array, ...]:
-    n = x.shape[-1]
-    r = 1.0 / np.sqrt((x * x).sum(-1, keepdims=True) / (n - 4) + epsilon)
-    return x * r * w, r
 
 
 def add_rms(a: Array, b: Array, w: Array, epsilon: float = 1e-6) -> tuple[Array, ...]:
@@ -75,12 +70,8 @@ def _rms_backward_case(d: Draw) -> Arguments:
     return (d(9, 64), x, w, root), {}
 
 
-def layer(x: Array, shape: list[int], w: Array = None, b: Array = None, eps: float = 1e-5) -> tuple[Array, ...]:
-    axes = tuple(range(x.ndim - len(shape), x.ndim))
-    m = x.mean(axes, keepdims=True)
-    y = (x - m) / np.sqrt(((x - m) ** 2).mean(axes, keepdims=True) + x.dtype.type(eps))
-    y = y if w is None else y * w
-    return (y if b is None else y + b,)
+def layer(x: Array, shape: list[int], w: Array = 1.0, b: Array = 0.0, eps: float = 1e-5) -> tuple[Array, ...]:
+    return (definitions.layer(x, w, b, eps),)
 
 
 def _layer_case(d: Draw) -> Arguments:
@@ -88,26 +79,27 @@ def _layer_case(d: Draw) -> Arguments:
     return (d(7, 3, width) + 1, [width], 1 + d(width, scale=0.3), d(width), 0.05), {}
 
 
-def deep(x: Array, gx: Array, beta: Array, gamma: Array, alpha: float = 0.3, eps: float = 1e-6) -> tuple[Array, ...]:
-    t = x.dtype.type(alpha) * x + gx
+def _normed(t: Array, eps: float) -> tuple[Array, Array, Array]:
+    """The centred over its deviation, mean and reciprocal deviation over the last dimension."""
     m = t.mean(-1, keepdims=True)
-    r = 1 / np.sqrt(((t - m) ** 2).mean(-1, keepdims=True) + x.dtype.type(eps))
-    return m, r, (t - m) * r * gamma + beta
+    r = 1 / np.sqrt(((t - m) ** 2).mean(-1, keepdims=True) + eps)
+    return (t - m) * r, m, r
+
+
+def deep(x: Array, gx: Array, beta: Array, gamma: Array, alpha: float = 0.3, eps: float = 1e-6) -> tuple[Array, ...]:
+    y, m, r = _normed(alpha * x + gx, eps)
+    return m, r, y * gamma + beta
 
 
 def group_norm(x: Array, w: Array, b: Array, group: int, eps: float = 1e-5) -> tuple[Array, ...]:
-    n, c = x.shape[:2]
-    g = x.reshape(n, group, -1)
-    m = g.mean(-1)
-    r = 1 / np.sqrt(((g - m[..., None]) ** 2).mean(-1) + x.dtype.type(eps))
-    y = ((g - m[..., None]) * r[..., None]).reshape(x.shape)
-    shape = (1, c, *[1] * (x.ndim - 2))
-    return y * w.reshape(shape) + b.reshape(shape), m, r
+    y, m, r = _normed(x.reshape(len(x), group, -1), eps)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    return y.reshape(x.shape) * w.reshape(shape) + b.reshape(shape), m[..., 0], r[..., 0]
 
 
 def group_silu(x: Array, w: Array, b: Array, group: int, eps: float = 1e-5) -> tuple[Array, ...]:
     y, m, r = group_norm(x, w, b, group, eps)
-    return y / (1 + np.exp(-y)), m, r
+    return definitions.silu(y), m, r
 
 
 def _group_case(d: Draw) -> Arguments:
@@ -119,26 +111,19 @@ def _group_case(d: Draw) -> Arguments:
 
 def swiglu(x: Array, dim: int = -1) -> tuple[Array, ...]:
     a, b = np.split(x, 2, dim)
-    return (a * sigmoid(a) * b,)
+    return (definitions.silu(a) * b,)
 
 
 def fast_gelu(x: Array) -> tuple[Array, ...]:
-    a = np.abs(x)
-    return (x * np.exp(x.dtype.type(0.851) * (x - a)) / (1 + np.exp(-x.dtype.type(1.702) * a)),)
+    return (definitions.fast_gelu(x),)
 
 
 def mish(x: Array) -> tuple[Array, ...]:
     return (x * np.tanh(np.log1p(np.exp(x))),)
 
 
-def erf(x: Array) -> Array:
-    return np.vectorize(math.erf)(x).astype(x.dtype)
-
-
 def gelu(x: Array, approximate: str = "none") -> tuple[Array, ...]:
-    if approximate == "tanh":
-        return (0.5 * x * (1 + np.tanh(x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x**3))),)
-    return (0.5 * x * (1 + erf(x / x.dtype.type(math.sqrt(2)))),)
+    return (definitions.gelu_tanh(x) if approximate == "tanh" else definitions.gelu(x),)
 
 
 def gelu_mul(x: Array, approximate: str = "none") -> tuple[Array, ...]:
@@ -179,15 +164,7 @@ def linear_backward(up: Array, x: Array, w: Array) -> tuple[Array, ...]:
 
 
 def rotary(x: Array, cos: Array, sin: Array, rotary_mode: str = "half") -> tuple[Array, ...]:
-    out = np.empty_like(x)
-    d = x.shape[-1]
-    for c in range(d):
-        if rotary_mode == "half":
-            other, sign = (c + d // 2, -1) if c < d // 2 else (c - d // 2, 1)
-        else:
-            other, sign = (c + 1, -1) if c % 2 == 0 else (c - 1, 1)
-        out[..., c] = x[..., c] * cos[..., c] + sign * x[..., other] * sin[..., c]
-    return (out,)
+    return (definitions.turned(x, cos, sin, 2 if rotary_mode == "half" else x.shape[-1]),)
 
 
 def _rotary_case(d: Draw) -> Arguments:
@@ -207,7 +184,7 @@ def _swapped(x: Array, cos: Array, sin: Array, rotary_mode: str = "half") -> tup
 def masked_softmax(x: Array, mask: Array, scale: float = 1, fixed_triu_mask: bool = False) -> tuple[Array, ...]:
     if fixed_triu_mask:
         mask = np.triu(np.ones(mask.shape, bool), 1)
-    return (softmax(np.where(mask, x.dtype.type(-10000), x * x.dtype.type(scale))),)
+    return (softmax(np.where(mask, -10000, x * scale)),)
 
 
 def _masked_case(d: Draw) -> Arguments:
@@ -218,8 +195,8 @@ def masked_softmax_backward(up: Array, y: Array, mask: Array, scale: float, triu
     dx = np.empty_like(up)
     for i in np.ndindex(up.shape[:-1]):
         jacobian = np.diag(y[i]) - np.outer(y[i], y[i])
-        dx[i] = jacobian @ up[i] * up.dtype.type(scale)
-    return (np.where(np.broadcast_to(mask, up.shape), up.dtype.type(0), dx),)
+        dx[i] = jacobian @ up[i] * scale
+    return (np.where(np.broadcast_to(mask, up.shape), 0.0, dx),)
 
 
 def cross_entropy(
@@ -227,10 +204,10 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> tuple[Array, ...]:  # fmt: skip
     n, c = x.shape
-    weight = np.ones(c, x.dtype) if weight is None else weight
+    weight = np.ones(c) if weight is None else weight
     log_p = x - x.max(-1, keepdims=True)
     log_p = log_p - np.log(np.exp(log_p).sum(-1, keepdims=True))
-    losses, total = np.zeros(n, x.dtype), 0.0
+    losses, total = np.zeros(n), 0.0
     for i in range(n):
         if target[i] == ignore_index:
             continue
@@ -239,7 +216,7 @@ def cross_entropy(
         total += weight[target[i]]
     if reduction == "none":
         return losses, log_p
-    return np.array([losses.sum() / (total if reduction == "mean" else 1)], x.dtype), log_p
+    return np.array([losses.sum() / (total if reduction == "mean" else 1)]), log_p
 
 
 def _entropy_case(d: Draw) -> Arguments:
@@ -249,13 +226,13 @@ def _entropy_case(d: Draw) -> Arguments:
 
 
 def gating(x: Array, finished: Array = None, k: int = 1) -> tuple[Array, ...]:
-    p = softmax(x.astype(np.float64))
+    p = softmax(x)
     ids = np.argsort(-p, -1, kind="stable")[..., :k]
     y = np.take_along_axis(p, ids, -1)
     if finished is not None:
         ids = np.where(finished[..., None], x.shape[-1], ids)
     n = ids.size // k
-    return y.astype(x.dtype), ids.astype(np.int32), np.arange(n * k, dtype=np.int32).reshape(k, n).T.reshape(ids.shape)
+    return y, ids.astype(np.int32), np.arange(n * k, dtype=np.int32).reshape(k, n).T.reshape(ids.shape)
 
 
 def _gating_wrong(x: Array, finished: Array = None, k: int = 1) -> tuple[Array, ...]:
@@ -271,12 +248,11 @@ def adam(
     out: Any, power: float = 1.0,
 ) -> tuple[Array, ...]:  # fmt: skip
     var, m, v = out
-    f = var.dtype.type
-    m = m + f(1 - b1) * (grad - m)
-    v = v + f(1 - b2) * (grad * grad - v)
-    rate = f(lr * math.sqrt(1 - power * b2p) / (1 - b1p))
-    along = f(b1) * m + f(1 - b1) * grad if nesterov else m
-    return var - rate * along / (f(eps) + np.sqrt(v)), m, v
+    m = m + (1 - b1) * (grad - m)
+    v = v + (1 - b2) * (grad * grad - v)
+    rate = lr * math.sqrt(1 - power * b2p) / (1 - b1p)
+    along = b1 * m + (1 - b1) * grad if nesterov else m
+    return var - rate * along / (eps + np.sqrt(v)), m, v
 
 
 def _adam_case(d: Draw) -> Arguments:
@@ -289,12 +265,11 @@ def adam_w(
     amsgrad: Any, maximize: Any, out: Any,
 ) -> tuple[Array, ...]:  # fmt: skip
     var, m, v = out
-    f = var.dtype.type
     g = -grad if maximize else grad
-    m, v = m * f(b1) + f(1 - b1) * g, v * f(b2) + f(1 - b2) * g * g
+    m, v = m * b1 + (1 - b1) * g, v * b2 + (1 - b2) * g * g
     top = np.maximum(largest, v) if amsgrad else v
-    deviation = np.sqrt(top / f(1 - b2p * b2)) + f(eps)
-    return var * f(1 - lr * decay) - f(lr) * m / f(1 - b1p * b1) / deviation, m, v
+    deviation = np.sqrt(top / (1 - b2p * b2)) + eps
+    return var * (1 - lr * decay) - lr * m / (1 - b1p * b1) / deviation, m, v
 
 
 def _adam_w_case(d: Draw) -> Arguments:
@@ -315,7 +290,7 @@ _SINGLE = (SINGLE,)
 CASES: dict[str, FusedCase] = {
     "npu_rms_norm": FusedCase(_rms_case, rms, {
         "another epsilon": lambda x, w, epsilon: rms(x, w, 2 * epsilon),
-        "a mean of fewer terms": _rms_n_less_one,
+        "a mean of fewer terms": lambda x, w, epsilon: rms(x, w, epsilon, 4),
         "the weight is left out": lambda x, w, epsilon: rms(x, np.ones_like(w), epsilon),
     }, ("input.0", "input.1")),
     "npu_add_rms_norm": FusedCase(lambda d: ((d(9, 70), d(9, 70), 1 + d(70, scale=0.2)), {"epsilon": 1e-3}), add_rms, {
@@ -325,7 +300,7 @@ CASES: dict[str, FusedCase] = {
         "the mean is left out": lambda dy, x, w, r: (dy * w * r, rms_backward(dy, x, w, r)[1]),
     }),
     "npu_layer_norm_eval": FusedCase(_layer_case, layer, {
-        "weight and bias are left out": lambda x, s, w, b, eps: layer(x, s, None, None, eps),
+        "weight and bias are left out": lambda x, s, w, b, eps: layer(x, s, 1.0, 0.0, eps),
         "another epsilon": lambda x, s, w, b, eps: layer(x, s, w, b, 0.0),
     }, ("input.0", "input.2", "input.3")),
     "npu_deep_norm": FusedCase(lambda d: ((d(9, 60), d(9, 60), d(60), 1 + d(60, scale=0.2)), {"alpha": 0.4}), deep, {
@@ -425,18 +400,18 @@ def drawn(name: str, seed: int, dtype: torch.dtype) -> Arguments:
     return args, kwargs
 
 
-def in_numpy(value: Any, dtype: Any) -> Any:
-    """Tensors as arrays, floating ones of ``dtype``."""
+def in_numpy(value: Any) -> Any:
+    """Tensors as arrays, floating ones in float64."""
     if isinstance(value, torch.Tensor):
-        return value.to(torch.float64).numpy().astype(dtype) if value.is_floating_point() else value.numpy()
+        return wide(value) if value.is_floating_point() else value.numpy()
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return [in_numpy(v, dtype) for v in value]
+        return [in_numpy(v) for v in value]
     return value
 
 
-def ran(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: Any) -> tuple[Array, ...]:
-    """What a definition makes of the call, computed in ``dtype``."""
-    return kernel(*(in_numpy(a, dtype) for a in args), **{k: in_numpy(v, dtype) for k, v in kwargs.items()})
+def ran(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Array, ...]:
+    """What a definition makes of the call."""
+    return kernel(*(in_numpy(a) for a in args), **{k: in_numpy(v) for k, v in kwargs.items()})
 
 
 FLOAT32 = ("output.1", "output.2")
@@ -459,7 +434,7 @@ def _maker(name: str) -> Any:
     def make(d: Draw, fault: str) -> Made:
         call = fused_call(name, d.seed, d.dtype)
         kernel = CASES[name].wrong[fault] if fault else CASES[name].right
-        found = {f"output.{k}": y for k, y in enumerate(ran(kernel, call.args, dict(call.kwargs), np.float64))}
+        found = {f"output.{k}": y for k, y in enumerate(ran(kernel, call.args, dict(call.kwargs)))}
         numbers = {r: (y, _stored(name, r, d.dtype)) for r, y in found.items() if y.dtype.kind == "f"}
         codes = {r: torch.from_numpy(y.copy()) for r, y in found.items() if y.dtype.kind != "f"}
         outputs = numbers | codes

@@ -515,21 +515,23 @@ def probabilities(d: Draw, fault: str, name: str) -> Made:
     return made(name, inputs={"input": x}, outputs={"output.0": y if name == "Softmax" else np.log(y)}, dtype=SINGLE)
 
 
-GATED = [{"first": f, "groups": g} for f, g in ((True, 0), (False, 0), (True, 2))]
+GATED = [{"first": f, "groups": g, "mamba": m} for f, g, m in (
+    (True, 1, False), (False, 1, False), (True, 2, True), (True, 4, False), (False, 4, False))]  # fmt: skip
 
 
 @sample("the gate at the other side", "the gate is left out", variants=GATED, dtypes=(BRAIN, HALF))
-def gated_norm(d: Draw, fault: str, first: bool, groups: int) -> Made:
-    """first: the gate, then the norm; groups: of Mamba 2's own, over the channels of each."""
+def gated_norm(d: Draw, fault: str, first: bool, groups: int, mamba: bool) -> Made:
+    """first: the gate, then the norm; groups: over the channels of each; mamba: Mamba 2's own."""
     x, z, w = d(12, 64), d(12, 64), d(64)
     gate = 1.0 if fault == "the gate is left out" else silu(wide(z))
     ahead = first != (fault == "the gate at the other side")
-    shape = (12, groups or 1, -1)
+    shape = (12, groups, -1)
     y = rms((wide(x) * (gate if ahead else 1.0)).reshape(shape), 1.0, 1e-5).reshape(12, 64) * wide(w)
     y = y if ahead else y * gate
-    attrs = {"variance_epsilon": 1e-5, **({} if groups else {"norm_before_gate": not first, "eps": 1e-5})}
-    return made("Mixer2RMSNormGated" if groups else "RMSNormGated", inputs={"x": x, "gate" if groups else "z": z},
-                params={"weight": w}, attrs=attrs, config={"n_groups": groups} if groups else {},
+    attrs = {"variance_epsilon": 1e-5, **({} if mamba else {"norm_before_gate": not first, "eps": 1e-5})}
+    attrs |= {"group_size": 64 // groups} if groups > 1 and not mamba else {}
+    return made("Mixer2RMSNormGated" if mamba else "RMSNormGated", inputs={"x": x, "gate" if mamba else "z": z},
+                params={"weight": w}, attrs=attrs, config={"n_groups": groups} if mamba else {},
                 outputs={"output.0": y}, dtype=d.dtype)  # fmt: skip
 
 

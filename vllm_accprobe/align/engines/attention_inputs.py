@@ -34,6 +34,18 @@ form 20 % and more where a row stands behind the first few."""
 
 def attention_inputs(own: Any) -> dict[str, tuple[TapRule, ...]]:
     """Rules by tap. own: a dump of vLLM."""
+    found: dict[str, tuple[TapRule, ...]] = {}
+    for block, taps in _blocks(own).items():
+        tap = f"{block}.attn"
+        if _ATTENTION.fullmatch(tap) and tap in taps:
+            known = _Block(own, block, taps)
+            parts = [part for r in taps[tap] if r.role in _ROLES for part in known.rules(r)]
+            found[tap] = (TapRule(tap, tuple(parts), "attention's inputs ← q, k, v, cos, sin"),)
+    return found
+
+
+def _blocks(own: Any) -> dict[str, dict[str, list[Record]]]:
+    """By attention block: tensors by tap of the first step in which it ran."""
     blocks: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     first: dict[str, tuple[int, int]] = {}
     for r in own.records:
@@ -41,13 +53,22 @@ def attention_inputs(own: Any) -> dict[str, tuple[TapRule, ...]]:
             block = r.tap[: r.tap.index(".self_attn") + len(".self_attn")]
             if first.setdefault(block, (r.rank, r.step)) == (r.rank, r.step) and not r.call:
                 blocks[block][r.tap].append(r)
-    found: dict[str, tuple[TapRule, ...]] = {}
-    for block, taps in blocks.items():
-        tap = f"{block}.attn"
-        if _ATTENTION.fullmatch(tap) and tap in taps:
-            known = _Block(own, block, taps)
-            parts = [part for r in taps[tap] if r.role in _ROLES for part in known.rules(r)]
-            found[tap] = (TapRule(tap, tuple(parts), "attention's inputs ← q, k, v, cos, sin"),)
+    return blocks
+
+
+def turned_otherwise(own: Any) -> dict[tuple[str, str], str]:
+    """By place, why a query or key of vLLM's is not made of the projection alone: what its rotary embedding reads is
+    none of what the block's modules gave out (Falcon-H1 scales its keys)."""
+    found: dict[tuple[str, str], str] = {}
+    for block, taps in _blocks(own).items():
+        turns, known = f"{block}.rotary_emb", _Block(own, block, taps)
+        for r in taps.get(turns, ()):
+            name = r.role.removeprefix("input.")
+            if r.role not in ("input.query", "input.key") or known.is_given(r, name[0]) is not False:
+                continue
+            places = [(turns, f"{kind}.{name}") for kind in ("input", "inplace")]
+            places += [(turns, "output.0" if name == "query" else "output.1"), (f"{block}.attn", r.role)]
+            found |= dict.fromkeys(places, "mine's code changes what its projection gives out")
     return found
 
 
@@ -70,6 +91,18 @@ class _Block:
         if any(x.role.startswith("output.") for x in self.taps.get(turns, ())):
             return [rule for part in ("norm", "proj") for rule in self._rope(r.role, f"{self.path}.{letter}_{part}")]
         return self._by_values(r, letter)
+
+    def is_given(self, r: Record, letter: str) -> bool | None:
+        """Whether ``r`` is to the bit what a module of the block gave out, or its part of the joined projection; None
+        where that cannot be read."""
+        if self._same(r) is not None:
+            return True
+        wanted = self._rows(r)
+        if wanted is None:
+            return None
+        sources = list(self._sources(wanted.shape[1], letter))
+        joined = any(tap.endswith(".qkv_proj") for tap in self.taps)
+        return any(np.array_equal(x, wanted) for _, x in sources) if sources and joined else None
 
     def _same(self, r: Record) -> Record | None:
         """What an earlier module of the block gave out that is ``r``."""

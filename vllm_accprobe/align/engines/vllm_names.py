@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm_accprobe.align.mapping import ROPE, Rename, RoleRule, Rules, Source, TapRule
@@ -39,8 +40,8 @@ def _rule(label: str, pattern: str, *parts: RoleRule, alone: bool = False, needs
     return TapRule(pattern, parts, label, alone, needs)
 
 
-def _one(mine: str, tap: str, role: str) -> RoleRule:
-    return RoleRule(mine, (Source(tap, role),))
+def _one(mine: str, tap: str, role: str, *, handed: str = "") -> RoleRule:
+    return RoleRule(mine, (Source(tap, role),), handed=handed)
 
 
 def _cat(mine: str | None, *places: tuple[str, str | None]) -> RoleRule:
@@ -81,21 +82,38 @@ def _rotary(q: str, k: str) -> list[TapRule]:
 
 
 _STREAM = "input.hidden_states"
+_BIAS = "param.e_score_correction_bias"
 _NORMS = r"re:((?:.*\.)?[^.]*(?:norm|ln)[^.]*)"
 _MLA = r"re:(.*\.self_attn)\.mla_attn"
 _RULES = (
     _fused("qkv_proj", "q_proj", "k_proj", "v_proj"),
     _fused("gate_up_proj", "gate_proj", "up_proj"),
+    _fused("in_proj_qkvz", "in_proj_qkv", "in_proj_z"),
+    _fused("in_proj_ba", "in_proj_b", "in_proj_a"),
     _rule(
         "act_fn ← gate_proj, up_proj, down_proj",
         "**.act_fn",
-        _cat("input.x", ("**.gate_proj", "output.0"), ("{1}.up_proj", "output.0")),
+        replace(
+            _cat("input.x", ("**.gate_proj", "output.0"), ("{1}.up_proj", "output.0")),
+            handed="{1}.gate_up_proj/output.0",  # Falcon-H1 scales what it gives out
+        ),
         _one("output.0", "**.down_proj", "input.input"),
         alone=True,
     ),
     *_rotary("q_norm", "k_norm"),
     *_rotary("q_proj", "k_proj"),
-    _rule("attention's output ← o_proj's input", _BLOCK + r"\.attn", _one("output.0", _HERE + "o_proj", "input.input")),
+    _rule(
+        "attention's output ← o_proj's input",
+        _BLOCK + r"\.attn",
+        _one("output.0", _HERE + "o_proj", "input.input", handed=_HERE + "o_proj/input."),  # a gate may stand between
+    ),
+    _rule(
+        "a gated norm's x, z ← hidden_states, gate",
+        _NORMS,
+        _one("input.x", "{1}", _STREAM),
+        _one("input.z", "{1}", "input.gate"),
+        needs="{1}/input.z",
+    ),
     _rule(
         "x + residual ← the residual stream",
         _NORMS,
@@ -140,7 +158,13 @@ _RULES = (
     _rule(
         "experts' router logits ← the router",
         r"re:(.*)\.experts",
-        _one("input.router_logits", "{1}.gate", "output.0"),
+        *(_one("input.router_logits", f"{{1}}.{name}", OUTPUT) for name in ("gate", "router")),
+    ),
+    _rule(
+        "the bias of the experts' scores ← the router's",
+        r"re:(.*)",
+        _one(_BIAS, "{1}.gate", _BIAS),
+        needs=f"{{1}}/{_BIAS}",
     ),
     _rule(
         "routed experts ← experts",
@@ -185,22 +209,24 @@ _RENAMES = (
     Rename(r"re:model\.language_model(.*)", "language_model.model{1}", "language_model.model is model.language_model"),
     Rename("lm_head", "language_model.lm_head", "language_model.lm_head is lm_head"),
     Rename(
-        r"re:(.*\.layers\.\d+)\.mlp((?:\.(?:gate|experts)(?:\..*)?)?)",
+        r"re:(.*\.layers\.\d+)\.mlp((?:\.(?:gate|router|experts)(?:\..*)?)?)",
         "{1}.block_sparse_moe{2}",
         "block_sparse_moe is mlp",
     ),
+    Rename(r"re:(.*)\.router", "{1}.gate", "gate is router"),
     Rename(
-        r"re:(.*\.mlp)\.shared_experts(.*)",
+        r"re:(.*)\.shared_experts(.*)",
         "{1}.experts._shared_experts._layer{2}",
         "_shared_experts is shared_experts",
     ),
     # Qwen2-MoE: vLLM's module holds the gate of the shared expert too, so only what is inside is the same.
     Rename(
-        r"re:(.*\.mlp)\.shared_expert\.(.*)",
+        r"re:(.*)\.shared_expert\.(.*)",
         "{1}.experts._shared_experts._layer.{2}",
         "_shared_experts is shared_expert",
     ),
-    Rename(r"re:(.*\.mlp)\.gate", "{1}.experts.gate", "experts.gate is gate"),
+    Rename(r"re:(.*\.layers\.\d+\.mamba)\.(.*)", "{1}.mamba.{2}", "mamba.mamba holds what mamba holds"),
+    Rename(r"re:(.*)\.gate", "{1}.experts.gate", "experts.gate is gate"),
     Rename(
         r"re:(.*\.self_attn)\.kv_b_proj", "{1}.mla_attn.mla_attn.kv_b_proj", "mla_attn.mla_attn.kv_b_proj is kv_b_proj"
     ),
@@ -247,6 +273,36 @@ def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
             if gives is not None and OUTPUT not in known and child.endswith("Linear"):  # one layer is the same in both
                 found[tap] = (_rule(f"output ← {gives[1]}'s", tap, _one(OUTPUT, f"{tap}.{gives[1]}", OUTPUT)),)
     return found
+
+
+_SCALED = re.compile(r"\((\w+(?:\[\d+\])?) \* [-\d.e]+\)")
+"""A formula of something times a number."""
+
+
+def scaled_in_front(theirs: Any, own: Any) -> dict[tuple[str, str], str]:
+    """Inputs that by the code around them are something times a number on one side and that thing itself on the other,
+    whose module multiplies itself (Falcon-H1): by (tap, role), why they are two things."""
+    forward = {m.tap: object_at(m.attrs, "forward") or {} for of in theirs.modules.values() for m in of}
+    found: dict[tuple[str, str], str] = {}
+    for module in (m for of in own.modules.values() for m in of):
+        known = forward.get(module.tap, {})
+        for name, formula in (object_at(module.attrs, "forward") or {}).items():
+            other = known.get(name)
+            child, _, role = name.removeprefix("inside.").partition("/")
+            pair = [(_SCALED.fullmatch(a), b) for a, b in ((str(formula), other), (str(other), formula))]
+            if role and name.startswith("inside.") and any(m is not None and m[1] == b for m, b in pair):
+                found[f"{module.tap}.{child}", f"input.{role}"] = "one side's code multiplies in front of the module"
+    return found
+
+
+def without_bias(own: Any) -> dict[tuple[str, str], str]:
+    """Outputs of vLLM's layers that leave their bias to a later addition, and what hands such a one on: by (tap, role),
+    why they are nothing of transformers'."""
+    layers = {m.tap for of in own.modules.values() for m in of if m.attrs.get("skip_bias_add") is True}
+    apart = {r.tap for r in own.records if r.tap in layers and r.role == "output.1"}
+    values = {(r.rank, r.step, r.hash) for r in own.records if r.tap in apart and r.role == OUTPUT and r.hash}
+    return {(r.tap, r.role): "mine's layer leaves its bias to a later addition" for r in own.records
+            if r.role.startswith("output.") and r.rows is not None and (r.rank, r.step, r.hash) in values}  # fmt: skip
 
 
 _APART = "SharedFusedMoE"

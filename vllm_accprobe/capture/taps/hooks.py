@@ -69,8 +69,8 @@ _ATTRIBUTES = [
     "rotary_dim", "base", "is_neox_style", "max_position_embeddings", "num_embeddings", "embedding_dim",
     "org_vocab_size", "top_k", "global_num_experts", "local_num_experts", "reduce_results", "gather_output",
     "input_is_parallel", "skip_bias_add", "soft_cap", "in_features", "out_features", "normalized_shape",
-    "logits_soft_cap", "cap_value", "approximate", "norm_before_gate", "num_groups", "alpha", "limit", "embed_scale",
-    "offset",
+    "logits_soft_cap", "cap_value", "approximate", "norm_before_gate", "num_groups", "group_size", "alpha", "limit",
+    "embed_scale", "offset",
     # experts and their routing, vLLM's and transformers'
     "renormalize", "scoring_func", "routed_scaling_factor", "use_grouped_topk", "num_expert_group", "topk_group",
     "num_group", "norm_topk_prob", "apply_router_weight_on_input", "activation", "swiglu_limit", "swiglu_alpha",

@@ -109,7 +109,8 @@ _CHOICE = ("scoring_func", "num_expert_group", "topk_group", "use_grouped_topk")
 
 
 def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
-    holders = {module.tap: near_ties.taken(module.attrs) for module in modules if "top_k" in module.attrs}
+    # of a router, or of a block without experts of its own, top_k alone says nothing
+    holders = {m.tap: near_ties.taken(m.attrs) for m in modules if {"top_k", "global_num_experts"} <= set(m.attrs)}
     chosen = [u.key[0] for u in units if is_choice(u.key[1], u.cls)]
     biased = [u.key[0] for u in units if u.key[1].endswith("correction_bias")]
     out = []

@@ -229,11 +229,13 @@ def rows_with_errors(
             everywhere = everywhere if n else max(everywhere, float(most))
         elif not part.whole and len(e.err) == n:
             at = np.flatnonzero(e.err > 0)
-            values = e.err[at], e.rel[at], e.gain[at], _broken(part, e)[at], np.isin(known.keys[at], own)
+            wrong = np.isin(known.keys[at], own) if len(own) else False
+            values = e.err[at], e.rel[at], e.gain[at], _broken(part, e)[at], wrong
         elif not part.whole and e.err[0] > 0:
             values = e.err[0], e.rel[0], e.gain[0], _broken(part, e)[0], False
         if values:
-            found.append((start + at, *(np.broadcast_to(v, len(at)) for v in values)))
+            # np.broadcast_to takes longer than all the rest
+            found.append((start + at, *(v if isinstance(v, np.ndarray) else np.full(len(at), v) for v in values)))
     which, *columns = (np.concatenate(column) for column in zip(*found, strict=True))
     return which, tuple(columns), everywhere
 

@@ -163,15 +163,15 @@ class Trials:
         key = self.key(command, again)
         return self._known(key, self._out / key)
 
-    def run(self, command: ServeCommand, again: int = 0) -> Tried:
-        """Raises ServerLost where it was lost for the first time, SendError where it cannot be asked, OSError; what was
-        answered is kept then, and the next call goes on."""
+    def run(self, command: ServeCommand, again: int = 0, *, afresh: bool = False) -> Tried:
+        """afresh: also where it is known. Raises ServerLost where it was lost for the first time, SendError where it
+        cannot be asked, OSError; what was answered is kept then, and the next call goes on."""
         key = self.key(command, again)
         place = self._out / key
-        if (known := self._known(key, place)) is not None:
+        if not afresh and (known := self._known(key, place)) is not None:
             return known
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = _read(place)
+        about = {} if afresh else _read(place)
         began = time.monotonic()
         about |= {"schema": 1, "command": command.line(), "lost": about.get("lost", 0)}
         try:
@@ -314,8 +314,12 @@ class Trier:
     _same: frozenset[str] = frozenset()
 
     def first(self) -> Tried:
-        """The command itself, which tells the model's length and its operators."""
-        self._bad = tried = self.trials.run(self.command)
+        """The command itself, which tells the model's length and its operators. One that did not start before is
+        started again: what it lacked may be there now."""
+        tried = self.trials.run(self.command)
+        if tried.sent is None and tried.kept:
+            tried = self.trials.run(self.command, afresh=True)
+        self._bad = tried
         if tried.sent is not None:
             length = replies.read_about(tried.sent).get("server", {}).get("max_model_len")
             self.length = length if isinstance(length, int) else None
@@ -380,7 +384,8 @@ class Trier:
 
     def _judged(self, configuration: Configuration, tried: Tried) -> TrialOutcome:
         if tried.sent is None:
-            return TrialOutcome(UNRESOLVED, why=f"{tried.why} ({tried.log})" if tried.log else tried.why)
+            known = tried.log is None or str(tried.log) in tried.why
+            return TrialOutcome(UNRESOLVED, why=tried.why if known else f"{tried.why} ({tried.log})")
         mine = replies.read(tried.sent)
         if self.golden is None:
             self.golden = mine

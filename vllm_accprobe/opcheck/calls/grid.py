@@ -80,14 +80,19 @@ def lies_on(tensor: Tensor) -> str:
 def _has_own_bits(values: Tensor, finest: str) -> bool:
     """Whether a finite one has bits that ``finest`` drops: the quick answer for nearly every tensor."""
     own = name_of(values)
-    words = values.view(_WORDS[values.element_size()])
-    hits = (words & ((1 << (BITS[own] - BITS[finest])) - 1)) != 0
-    return bool((hits & torch.isfinite(values.float() if values.element_size() == 1 else values)).any())
+    words, dropped = values.view(_WORDS[values.element_size()]), (1 << (BITS[own] - BITS[finest])) - 1
+    if len(values) and int(words[0]) & dropped and math.isfinite(values[0]):  # one shows it, and nearly always does
+        return True
+    return bool((((words & dropped) != 0) & _is_finite(values)).any())
 
 
 def _finite(values: Tensor) -> Tensor:
     """The finite ones, without zeros: those are on every grid."""
-    return values[torch.isfinite(values) & (values != 0)]
+    return values[_is_finite(values) & (values != 0)]
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    return torch.isfinite(values.float() if values.element_size() == 1 else values)  # torch lacks it for 8 bits
 
 
 def _proves(values: Tensor, dtype: str, container: int) -> bool:

@@ -9,25 +9,22 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.causes.api import SETTING, CauseRow, Guess, Trial, among, fits
-from vllm_accprobe.opcheck.habits.look import gate_of
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.references import activations
 
-GATED = ("SiluAndMul", "MulAndSilu", "GeluAndMul")
-ALONE = tuple(activations._ALONE)
+GATED, _ALONE = ("SiluAndMul", "MulAndSilu", "GeluAndMul"), tuple(activations.ALONE)
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "silu": activations.silu, "gelu": activations.gelu, "gelu by tanh": activations.gelu_tanh,
     "quick gelu": activations.quick_gelu, "relu": torch.relu, "relu squared": activations.relu2,
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "no activation": lambda x: x,
 }  # fmt: skip
-_INPUT = ("x", "input_", "input", "hidden_states", "0")
 
 
 def parts(trial: Trial) -> tuple[Any, Any, Callable[[Any], Any]]:
     """(gate, up, activation), float64; up is 1 where there is none."""
-    if trial.call.cls in ALONE:
-        return trial.call.wide(*_INPUT), 1.0, activations._formula(trial.call)
-    gate, up, f = gate_of(trial.call)
+    if trial.call.cls in activations.ALONE:
+        return trial.call.wide(*activations.INPUT), 1.0, activations.formula_of(trial.call)
+    gate, up, f = activations.gate_of(trial.call)
     return gate.double(), up.double(), f
 
 
@@ -47,7 +44,7 @@ def _other(trial: Trial, name: str) -> Any:
 
 
 def _interleaved(trial: Trial, _: Any) -> Any:
-    x, f = trial.call.wide(*_INPUT), parts(trial)[2]
+    x, f = trial.call.wide(*activations.INPUT), parts(trial)[2]
     first, second = x[..., ::2], x[..., 1::2]
     return second * f(first) if trial.call.cls != "MulAndSilu" else first * f(second)
 
@@ -83,14 +80,14 @@ def _limits(trial: Trial) -> Iterator[Guess]:
 
 CAUSES = (
     CauseRow("other_gate", SETTING, GATED, "with {0} on its gate", _other, _names),
-    CauseRow("other_activation", SETTING, ALONE, "with {0}", _other, _names),
+    CauseRow("other_activation", SETTING, _ALONE, "with {0}", _other, _names),
     CauseRow("halves_exchanged", SETTING, GATED, "with gate and up exchanged", _by(lambda gate, up, f: f(up) * gate)),
     CauseRow("interleaved", SETTING, GATED, "with gate and up interleaved instead of in halves", _interleaved),
     CauseRow("up_alone", SETTING, GATED, "without its gate (up alone)", _by(lambda gate, up, f: up)),
     CauseRow("gate_alone", SETTING, GATED, "without up (the activated gate alone)", _by(lambda gate, up, f: f(gate))),
     CauseRow("both_activated", SETTING, GATED, "with the activation on up as well",
              _by(lambda gate, up, f: f(gate) * f(up))),
-    CauseRow("scaled_gate", SETTING, (*GATED, *ALONE), "with the activation of {0:.4g} times its argument", _scaled,
+    CauseRow("scaled_gate", SETTING, (*GATED, *_ALONE), "with the activation of {0:.4g} times its argument", _scaled,
              lambda t: chain(among((1.702, 2.0, 0.5)), fits(_scaled, t, [1.0]))),
     CauseRow("sigmoid_slope", SETTING, ("SiluAndMul", "MulAndSilu", "SiLU"),
              "with sigmoid of {0:.4g} times its argument", _sloped, _slopes),

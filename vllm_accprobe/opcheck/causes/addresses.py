@@ -144,12 +144,6 @@ def _lies(trial: Trial, name: str) -> tuple[Any, Any]:
     return x, trial.call.views.get(f"inputs.{name}")
 
 
-def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
-    for name, _ in _known_views(trial):
-        if offset := trial.call.views[f"inputs.{name}"].offset:
-            yield name, offset
-
-
 def without_offset(trial: Trial, view: tuple[str, int]) -> Call:
     name = view[0]
     x, lies = _lies(trial, name)
@@ -331,7 +325,7 @@ CAUSES = (
              _known_views, whole=True),
     CauseRow("offset_not_added", ADDRESS, ANY,
              "of its {0} read from the beginning of its storage (its view begins at element {1})", without_offset,
-             _offsets, whole=True),
+             lambda t: ((n, at) for n, _ in _known_views(t) if (at := t.call.views[f"inputs.{n}"].offset)), whole=True),
     CauseRow("input_heads_turned", ADDRESS, ANY, "with heads and channels exchanged in each row of its input",
              _heads_turned),
     CauseRow("weight_transposed", ADDRESS, LINEAR, "with its weight transposed", _transposed(True)),

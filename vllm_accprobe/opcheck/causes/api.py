@@ -30,11 +30,13 @@ from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck import causes
 from vllm_accprobe.opcheck.calls import grid
+from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, required
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references.norms import known_as
 from vllm_accprobe.opcheck.roundings import ROUNDED
 
 SETTING, ADDRESS, PRECISION, FACTOR = "setting", "address", "precision", "factor"
@@ -157,8 +159,8 @@ class CauseRow:
     values: Values = once
     whole: bool = False
 
-    def fits(self, cls: str) -> bool:
-        return any(fnmatchcase(cls, glob) for glob in self.classes)
+    def fits(self, call: Call) -> bool:
+        return any(fnmatchcase(known_as(call), glob) for glob in self.classes)
 
     def clause(self, value: Any) -> str:
         """The text with its parameter."""
@@ -468,22 +470,11 @@ def _cut(trial: Trial, some: Any) -> Call:
     return of(trial.call)
 
 
-@dataclass(frozen=True)
-class _SomeRows:
-    """A cache of which one request has these rows alone: (places, positions, past)."""
-
-    only: tuple[Any, Any, Mapping[str, Any]]
-    why: str = ""
-
-    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
-        yield self.only
-
-
-def _of_worst_request(trial: Trial) -> _SomeRows:
+def _of_worst_request(trial: Trial) -> StoredCache:
     off = required(_errors(trial), "its output has no rows")
     found = [(float(off[at].amax()), -k, x) for k, x in enumerate(trial.call.extra["cache"].requests(True))
              for at in (x[0],) if len(at)]  # fmt: skip
     decline_if(not found, "no row has its whole history")
     at, positions, past = max(found, key=lambda x: x[:2])[2]
     some = _picked(off[at])
-    return _SomeRows((at[some], positions[some], past))
+    return StoredCache([CachedRun(at[some], positions[some], past)], "")

@@ -9,13 +9,14 @@ that are 0, at one position or in one aligned block, by what their absence does 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
     FACTOR,
@@ -112,10 +113,6 @@ def _keys_scaled(trial: Trial, times: float) -> Call:
     return _scaled(trial, times * scale_of(trial.call, _head_size(trial.call)))
 
 
-def _of_eight_bits(trial: Trial) -> Iterable[Guess]:
-    return fits(_keys_scaled, trial, [1.0]) if cache_format(trial.call.attrs) is not None else ()
-
-
 def _cap(trial: Trial) -> list[float]:
     cap = trial.call.attrs.get("logits_soft_cap") or trial.call.config.get("attn_logit_softcapping")
     return [float(cap)] if cap else decline("it has no soft cap")
@@ -176,33 +173,17 @@ def _heads_in_turn(trial: Trial, _: Any) -> Expected:
     return moved(found, _by_heads(lambda t: t[:, back], heads))
 
 
-def _heads_shifted(trial: Trial, n: int) -> Expected:
-    return moved(trial.plain["output.0"], _by_heads(lambda t: t.roll(n, 1), sizes(trial.call)[0]))
-
-
-@dataclass(frozen=True)
-class OtherPast:
-    """A cache in which one request, or `_EACH`, has other keys and values. change: (positions of the rows, past) →
-    past; read: positions of the rows → the last key that each reads."""
-
-    cache: Any
-    change: Callable[[Any, Past], Past]
-    number: int = _EACH
-    read: Callable[[Any], Any] = lambda at: at
-
-    @property
-    def why(self) -> str:
-        return str(self.cache.why)
-
-    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Past]]:
-        for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
-            if self.number in (k, _EACH):
-                past, positions = self.change(positions, past), self.read(positions)
-            yield at, positions, past
-
-
-def with_past(trial: Trial, change: Callable[[Any, Past], Past], number: int = _EACH) -> Call:
-    return edited(trial.call, extra={"cache": OtherPast(trial.extra("cache"), change, number)})
+def with_past(
+    trial: Trial, change: Callable[[Any, Past], Past], number: int = _EACH, read: Callable[[Any], Any] = lambda at: at
+) -> Call:
+    """The call whose cache has other keys and values for one request, or for `_EACH`. change: (positions of the rows,
+    past) → past; read: positions of the rows → the last key that each reads."""
+    cache = trial.extra("cache")
+    runs = [CachedRun(*run) for run in cache.requests(True)]
+    for k in range(len(runs)) if number == _EACH else (number,):
+        positions = runs[k].positions
+        runs[k] = CachedRun(runs[k].at, read(positions), change(positions, runs[k].past))
+    return edited(trial.call, extra={"cache": StoredCache(runs, cache.why)})
 
 
 def _other(past: Past, change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -225,10 +206,6 @@ def _without_tail(trial: Trial, size: int) -> Expected:
         return attend(q, k, v, query_positions=positions, hidden=gone, **how)[0]
 
     return by_requests(trial, y)
-
-
-def _key_tails(trial: Trial) -> list[Guess]:
-    return decline("too large") if trial.mine().numel() > 1 << 20 else among(_BLOCKS)
 
 
 def _other_blocks(trial: Trial) -> Iterator[Guess]:
@@ -285,14 +262,13 @@ def _places(first: int, stop: int) -> str:
 
 
 def _not_written(trial: Trial, where: tuple[str, tuple[_Gone, ...]]) -> Call:
-    def without(some: slice, at: Any, past: Past) -> Past:
-        return _other(past, lambda t: _zeroed(t, some))
-
-    call = trial.call
+    cache = trial.extra("cache")
+    runs = [CachedRun(*run) for run in cache.requests(True)]
     for number, first, stop in where[1]:
-        change = partial(without, slice(first, stop))
-        call = edited(call, extra={"cache": OtherPast(call.extra["cache"], change, number)})
-    return call
+        for k in range(len(runs)) if number == _EACH else (number,):
+            past = _other(runs[k].past, partial(_zeroed, some=slice(first, stop)))
+            runs[k] = replace(runs[k], past=past)
+    return edited(trial.call, extra={"cache": StoredCache(runs, cache.why)})
 
 
 def _overwritten(trial: Trial) -> Iterator[Guess]:
@@ -341,18 +317,13 @@ def _past(
     read: Callable[[Any], Any] = lambda at: at,
 ) -> CauseRow:  # fmt: skip
     """A cause that edits the cache. change: (past, positions of the rows, number of key heads, parameter) → past; read:
-    as in `OtherPast`."""
+    as in `with_past`."""
 
     def found(trial: Trial, value: Any) -> Call:
-        kv, cache = sizes(trial.call)[1], trial.extra("cache")
-        other = OtherPast(cache, lambda at, past: change(past, at, kv, value), read=read)
-        return edited(trial.call, extra={"cache": other})
+        kv = sizes(trial.call)[1]
+        return with_past(trial, lambda at, past: change(past, at, kv, value), read=read)
 
     return CauseRow(name, ADDRESS, CACHED, text, found, values, whole)
-
-
-def _same(past: Past, *_: Any) -> Past:
-    return past
 
 
 def _taken(past: Past, key: str, value: str) -> dict[str, Any]:
@@ -479,12 +450,12 @@ CAUSES = (
     CauseRow("past_times", FACTOR, CACHED, "with keys and values times {0:.4g} in its cache", _past_times,
              fit_of(_past_times, 1.0)),
     CauseRow("tail_of_keys", ADDRESS, CACHED, "without the keys behind the last whole block of {0}", _without_tail,
-             _key_tails),
+             lambda t: decline("too large") if t.mine().numel() > 1 << 20 else among(_BLOCKS)),
     CauseRow("block_of_another", ADDRESS, CACHED,
              "with positions {2} to {3} (the last not included) of its request {0} read from request {1}",
              _block_of_another, _other_blocks, whole=True),
     CauseRow("keys_at_other_scale", SETTING, PAGED, "with its 8-bit keys at {0:.4g} times their scale", _keys_scaled,
-             _of_eight_bits),
+             lambda t: fits(_keys_scaled, t, [1.0]) if cache_format(t.call.attrs) is not None else ()),
     CauseRow("other_scale", SETTING, ANY, "with the softmax scale {0:.4g}", _scaled, _scales),
     CauseRow("no_soft_cap", SETTING, (*PAGED, LATENT), "without its soft cap of {0:g}", lambda t, _: _capped(t, None),
              _cap),
@@ -502,7 +473,8 @@ CAUSES = (
              lambda t, _: edited(t.call, config={"model_type": "", "alibi": False}), _built_slopes),
     CauseRow("heads_in_turn", ADDRESS, PAGED,
              "with key heads dealt out in turn (query head h reads key head h modulo their number)", _heads_in_turn),
-    CauseRow("heads_shifted", ADDRESS, PAGED, "with its heads' results {0} places further on", _heads_shifted,
+    CauseRow("heads_shifted", ADDRESS, PAGED, "with its heads' results {0} places further on",
+             lambda t, n: moved(t.plain["output.0"], _by_heads(lambda y: y.roll(n, 1), sizes(t.call)[0])),
              lambda t: among(range(1, sizes(t.call)[0]))),
     CauseRow("positions_not_written", ADDRESS, CACHED,
              "if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)", _not_written, _gone,
@@ -517,10 +489,10 @@ CAUSES = (
     _past("past_unread", "if only the keys of this step were read, and none of earlier steps",
           lambda past, at, kv, _: {n: t[int(at.min()) :] for n, t in past.items()}, whole=True,
           read=lambda at: at - at.min()),
-    _past("own_key_unread", "if each row read the keys before its own position only", _same,
+    _past("own_key_unread", "if each row read the keys before its own position only", lambda past, *_: past,
           read=lambda at: (at - 1).clamp(min=0)),
     # With a window, a row without a next key reads one key less, as in a smaller window.
-    _past("next_key_read", "if each row read the key after its own position, too", _same,
+    _past("next_key_read", "if each row read the key after its own position, too", lambda past, *_: past,
           lambda t: [] if _had_window(t) else [None], read=lambda at: at + 1),
     _past("past_shifted", "with keys and values one position late in the cache",
           lambda past, at, kv, _: _other(past, lambda t: t.roll(1, 0))),

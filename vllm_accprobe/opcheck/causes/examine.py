@@ -73,7 +73,7 @@ class Causes:
         trials = [t for c in captured if (t := self._trial(c)) is not None]
         if not trials:
             return None
-        fitting = [] if self.over() else [c for c in self._causes if c.fits(like[0])]
+        fitting = [] if self.over() else [c for c in self._causes if c.fits(captured[0].what)]
         begun = time.process_time()
         found = search(trials, fitting, Deadline(self._left), known, self._failures)
         if self._left is not None:

@@ -126,16 +126,6 @@ def _some(trial: Trial) -> Iterator[Guess]:
             yield Guess((name, factor, role, columns), fitted=1, choices=choices)
 
 
-def _columns_times(trial: Trial, parameter: tuple[str, float, str, tuple[int, ...]]) -> dict[str, Expected]:
-    _, factor, role, columns = parameter
-    return {role: _with_columns(trial.plain[role], columns, factor, rounded_once(trial, role))}
-
-
-def _columns_lost(trial: Trial, parameter: tuple[str, str, tuple[int, ...]]) -> dict[str, Expected]:
-    _, role, columns = parameter
-    return {role: _with_columns(trial.plain[role], columns, 0.0, trial.plain[role])}
-
-
 def _with_columns(e: Expected, columns: tuple[int, ...], factor: float, read: Expected) -> Expected:
     """read: the output that the factor is applied to, rounded."""
     some = torch.zeros(e.value.shape[-1], dtype=torch.bool)
@@ -169,8 +159,10 @@ CAUSES = (
     CauseRow("never_written", ADDRESS, ANY, "with 0 in its place (never written)",
              lambda t, role: {role: scaled(t.plain[role], 0.0)}, lambda t: [role for role, _, _ in _floats(t)]),
     CauseRow("plus", FACTOR, ANY, "with {0:.4g} added", _plus, _constants),
-    CauseRow("columns_times", FACTOR, ANY, "with {0} multiplied by {1:.5g}", _columns_times, _some),
-    CauseRow("columns_lost", ADDRESS, ANY, "with {0} left at 0 (not computed)", _columns_lost,
+    CauseRow("columns_times", FACTOR, ANY, "with {0} multiplied by {1:.5g}",
+             lambda t, p: {p[2]: _with_columns(t.plain[p[2]], p[3], p[1], rounded_once(t, p[2]))}, _some),
+    CauseRow("columns_lost", ADDRESS, ANY, "with {0} left at 0 (not computed)",
+             lambda t, p: {p[1]: _with_columns(t.plain[p[1]], p[2], 0.0, t.plain[p[1]])},
              lambda t: [Guess((name, role, columns), choices=n) for role, columns, name, n, _ in wrong_columns(t)]),
     CauseRow("rank_missing", FACTOR, SUMS, "without the part of rank {0} in its sum",
              lambda t, rank: _with_rank(t, rank, 1.0, -1.0), summed_ranks),

@@ -26,11 +26,10 @@ from vllm_accprobe.opcheck.causes.api import (
 )
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.activations import soft_cap
-from vllm_accprobe.opcheck.references.linear import RowAdapters
+from vllm_accprobe.opcheck.references.linear import INPUT, RowAdapters, input_of
 from vllm_accprobe.opcheck.references.quantised import weight_of
 
 LINEAR = ("*ParallelLinear", "*Linear", "ParallelLMHead")
-_INPUT = ("input_", "x", "input", "hidden_states", "0", "1")
 _ADAPTED = ("*LinearWithLoRA", "*LinearWithShardedLoRA")
 _LOGITS = ("LogitsProcessor",)
 
@@ -65,7 +64,7 @@ def _neighbours_scale(trial: Trial, which: str) -> Expected:
     weight = call.params.get("weight")
     if weight is None or weight.element_size() != 1 or call.extra.get("ranks"):
         raise Declined("its weights have more than 8 bits, or its results are added up")
-    size = call.wide(*_INPUT).abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    size = input_of(call).double().abs().amax(-1, keepdim=True).clamp(min=1e-30)
     ratio = size.roll(1 if which == "before" else -1, 0) / size
     bias = call.params["bias"].double() if call.params.get("bias") is not None else 0.0
     return scaled(plain, ratio, (plain.value - bias) * ratio + bias)
@@ -74,7 +73,7 @@ def _neighbours_scale(trial: Trial, which: str) -> Expected:
 def linear_input(call: Call) -> tuple[str, Any]:
     """The input's name and values. Raises Declined."""
     width = weight_of(call).shape[-1]
-    for name in _INPUT:
+    for name in (*INPUT, "1"):
         if name in call.inputs and call.inputs[name].dim() > 1 and call.inputs[name].shape[-1] == width:
             return name, call.inputs[name]
     raise Declined("its input was not captured")

@@ -17,23 +17,19 @@ RMS = ("RMSNorm", "*RMSNorm", "*RMSNormFused")
 LAYER = ("LayerNorm", "*LayerNorm")
 ALL = (*RMS, *LAYER)
 _USUAL = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
-_INPUT, _RESIDUAL = ("x", "hidden_states", "input", "0"), ("residual", "1")
 
 
 def own_epsilon(trial: Trial) -> float:
     return norms.epsilon(trial.call)[0]
 
 
-def normed_input(call: Call) -> Any:
-    """What is normalised: with its residual, and centred where the norm centres it."""
-    x, residual = call.wide(*_INPUT), call.maybe(*_RESIDUAL)
-    x = x if residual is None else x + residual.double()
-    return x if "RMSNorm" in call.cls else x - x.mean(-1, keepdim=True)
-
-
 def _parts(trial: Trial) -> norms.NormParts:
-    parts = required(norms.parts_of(trial.call), "no norm whose parts are known")
-    return parts
+    return required(norms.parts_of(trial.call), "no norm whose parts are known")
+
+
+def normed_input(call: Call) -> Any:
+    """What is squared: with its residual, and without its mean where the norm takes that off. Raises Declined."""
+    return required(norms.parts_of(call), "no norm whose parts are known").x
 
 
 def by_root(trial: Trial, root: Any) -> Any:
@@ -103,35 +99,18 @@ def _weighed(change: Callable[[Any, float], Any]) -> Callable[[Trial, Any], Call
         "weight": change(trial.call.param("weight"), norms.offset_of(trial.call))})  # fmt: skip
 
 
-def _centred(trial: Trial, _: Any) -> Any:
-    call = trial.call
-    weight = call.param("weight") + norms.offset_of(call) if "weight" in call.params else None
-    return norms.layer_norm(normed_input(call), weight, None, own_epsilon(trial))
-
-
-def _not_centred(trial: Trial, _: Any) -> Any:
-    call = trial.call
-    x = call.wide("input", "x", "hidden_states", "0")
-    y = norms.rms_norm(x, call.param("weight") if "weight" in call.params else None, norms._own(call))
-    return y + call.param("bias") if "bias" in call.params else y
-
-
 def _with_input(names: tuple[str, ...], times: float, *roles: str) -> Callable[[Trial, Any], Any]:
     """A norm whose input, or residual, of these names is ``times`` as large. roles: the outputs that show it; all."""
 
     def found(trial: Trial, _: Any) -> Any:
         call = trial.call
         name = next((n for n in names if n in call.inputs), None)
-        if name is None or call.maybe(*_RESIDUAL) is None:
+        if name is None or call.maybe(*norms.RESIDUAL) is None:
             raise Declined("it has no residual")
         outputs = trial.evaluate(edited(call, inputs={name: call.inputs[name].double() * times}))
         return {role: outputs[role] for role in roles or outputs}
 
     return found
-
-
-def _bias(times: float) -> Callable[[Trial, Any], Call]:
-    return lambda trial, _: edited(trial.call, params={"bias": trial.call.param("bias") * times})
 
 
 CAUSES = (
@@ -159,16 +138,21 @@ CAUSES = (
              _weighed(lambda w, one: decline("it does so") if one else w + 1.0)),
     CauseRow("weight_without_one", SETTING, RMS, "with its weight instead of 1 + its weight",
              _weighed(lambda w, one: w - 1.0 if one else decline("it does so"))),
-    CauseRow("centred", SETTING, RMS, "with its mean taken off before, as a LayerNorm does", _centred),
-    CauseRow("not_centred", SETTING, LAYER, "without taking its mean off, as an RMSNorm does", _not_centred),
+    CauseRow("centred", SETTING, RMS, "with its mean taken off before, as a LayerNorm does",
+             lambda t, _: norms.layer_norm(normed_input(t.call), norms.weight_of(t.call), None, own_epsilon(t))),
+    CauseRow("not_centred", SETTING, LAYER, "without taking its mean off, as an RMSNorm does",
+             lambda t, _: _parts(t).bias + norms.rms_norm(t.call.wide(*norms.INPUT), norms.weight_of(t.call),
+                                                          own_epsilon(t))),
     CauseRow("sample_variance", SETTING, LAYER, "with its variance over n - 1 numbers instead of n",
              _power(lambda power, width: power * (width / (width - 1.0)))),
-    CauseRow("no_residual", SETTING, RMS, "without adding its residual", _with_input(_RESIDUAL, 0.0)),
-    CauseRow("residual_twice", SETTING, RMS, "with its residual added twice", _with_input(_RESIDUAL, 2.0)),
+    CauseRow("no_residual", SETTING, RMS, "without adding its residual", _with_input(norms.RESIDUAL, 0.0)),
+    CauseRow("residual_twice", SETTING, RMS, "with its residual added twice", _with_input(norms.RESIDUAL, 2.0)),
     CauseRow("norm_of_input_alone", SETTING, RMS, "of its input alone, though its second output has the residual added",
-             _with_input(_RESIDUAL, 0.0, "output.0")),
+             _with_input(norms.RESIDUAL, 0.0, "output.0")),
     CauseRow("norm_of_residual_alone", SETTING, RMS, "of its residual alone, without its input",
-             _with_input(_INPUT, 0.0, "output.0")),
-    CauseRow("no_bias", SETTING, LAYER, "without its bias", _bias(0.0)),
-    CauseRow("bias_twice", SETTING, LAYER, "with its bias added twice", _bias(2.0)),
+             _with_input(norms.INPUT, 0.0, "output.0")),
+    CauseRow("no_bias", SETTING, LAYER, "without its bias",
+             lambda t, _: edited(t.call, params={"bias": t.call.param("bias") * 0.0})),
+    CauseRow("bias_twice", SETTING, LAYER, "with its bias added twice",
+             lambda t, _: edited(t.call, params={"bias": t.call.param("bias") * 2.0})),
 )  # fmt: skip

@@ -43,12 +43,8 @@ def _role(trial: Trial) -> str:
     return max(trial.roles(), key=off)
 
 
-def _with(trial: Trial, **attrs: Any) -> Call:
-    return edited(trial.call, attrs=attrs)
-
-
 def _other_base(trial: Trial, base: float) -> Call:
-    return _with(trial, base=base)
+    return edited(trial.call, attrs={"base": base})
 
 
 def _bases(trial: Trial) -> Iterator[Guess]:
@@ -69,13 +65,12 @@ def _kinds(trial: Trial) -> list[str]:
 
 
 def _dims(trial: Trial) -> list[int]:
-    head = int(trial.call.attr("head_size"))
-    own = int(trial.call.attr("rotary_dim", default=head))
+    head, (_, own) = int(trial.call.attr("head_size")), rotary.way_of(trial.call)
     return [d for d in (head, head // 2, head // 4, 3 * head // 4) if d != own and d > 0 and d % 2 == 0]
 
 
 def _halves(trial: Trial) -> bool:
-    return bool(trial.call.attr("is_neox_style", default=True))
+    return rotary.way_of(trial.call)[0]
 
 
 def _sections(trial: Trial) -> Iterator[Guess]:
@@ -139,7 +134,7 @@ def _not_turned(trial: Trial, name: str) -> Mapping[str, Expected]:
 
 
 def _magnitudes(trial: Trial) -> list[Guess]:
-    _, size = rotary.angles_of(trial.call, int(trial.call.attr("rotary_dim", default=trial.call.attr("head_size"))))
+    _, size = rotary.angles_of(trial.call, rotary.way_of(trial.call)[1])
     return [] if size == 1.0 else [Guess(1.0), Guess(size * size)]
 
 
@@ -147,14 +142,11 @@ def by_table(trial: Trial, table: Callable[[Any, Any, Any], Any], own_size: bool
     """The outputs with other cosines and sines. table: (cos, sin, the dtype of rows) → both; own_size: they have the
     module's magnitude."""
     call = trial.call
-    dim = int(call.attr("rotary_dim", default=int(call.attr("head_size"))))
-    angle, size = rotary.token_angles(call, dim)
+    angle, size = rotary.token_angles(call, rotary.way_of(call)[1])
     angle, size = angle.unsqueeze(1), size if own_size else 1.0
     found: dict[str, Expected] = {}
     for roles, x, heads in rotary.query_and_key(call):
-        cos, sin = table(size * angle.cos(), size * angle.sin(), x.dtype)
-        turned = rotary.rotate(heads.double()[..., :dim], cos, sin, _halves(trial))
-        y = torch.cat((turned, heads.double()[..., dim:]), -1)
+        y = rotary.by_table(call, heads.double(), *table(size * angle.cos(), size * angle.sin(), x.dtype))
         found |= {role: with_value(trial, y, role) for role in roles if role in trial.plain}
     return found
 
@@ -165,8 +157,10 @@ CAUSES = (
              _no_scaling),
     CauseRow("other_scaling", SETTING, ROTARY, "with the frequencies of {0}",
              lambda t, cls: replace(t.call, cls=cls), _kinds),
-    CauseRow("other_dim", SETTING, ROTARY, "with {0} channels turned", lambda t, dim: _with(t, rotary_dim=dim), _dims),
-    CauseRow("other_pairs", SETTING, ROTARY, "with {0} for pairs", lambda t, _: _with(t, is_neox_style=not _halves(t)),
+    CauseRow("other_dim", SETTING, ROTARY, "with {0} channels turned",
+             lambda t, dim: edited(t.call, attrs={"rotary_dim": dim}), _dims),
+    CauseRow("other_pairs", SETTING, ROTARY, "with {0} for pairs",
+             lambda t, _: edited(t.call, attrs={"is_neox_style": not _halves(t)}),
              lambda t: ["neighbours instead of halves" if _halves(t) else "halves instead of neighbours"]),
     CauseRow("other_sections", SETTING, _SECTIONED, "with the sections {0} of its channels (interleaved: {1})",
              _other_sections, _sections),

@@ -82,15 +82,6 @@ def _on_input(trial: Trial, _: Any) -> Any:
     return out
 
 
-def _exchanged(trial: Trial, _: Any) -> Expected:
-    return _experts(trial, w13=torch.cat(trial.call.stored("w13_weight").chunk(2, 1)[::-1], 1))
-
-
-def _acts(trial: Trial) -> list[str]:
-    own = moe.activation_of(trial.call)
-    return [name for name, f in OTHERS.items() if f is not own]
-
-
 def _fewer(trial: Trial, k: int) -> Expected:
     weights = trial.call.wide("topk_weights").clone()
     weights[:, k:] = 0
@@ -189,9 +180,11 @@ CAUSES = (
     CauseRow("weights_twice", SETTING, EXPERTS, "with its router's weights applied twice", _weighed(torch.square)),
     CauseRow("weights_on_input", SETTING, EXPERTS,
              "with its router's weights on the experts' inputs instead of their outputs", _on_input),
-    CauseRow("expert_halves_exchanged", SETTING, EXPERTS, "with gate and up exchanged in all experts", _exchanged),
+    CauseRow("expert_halves_exchanged", SETTING, EXPERTS, "with gate and up exchanged in all experts",
+             lambda t, _: _experts(t, w13=torch.cat(t.call.stored("w13_weight").chunk(2, 1)[::-1], 1))),
     CauseRow("expert_activation", SETTING, EXPERTS, "with {0} in its experts",
-             lambda t, name: _experts(t, act=OTHERS[name]), _acts),
+             lambda t, name: _experts(t, act=OTHERS[name]),
+             lambda t: [name for name, f in OTHERS.items() if f is not moe.activation_of(t.call)]),
     CauseRow("fewer_experts", SETTING, EXPERTS, "with the first {0} of its chosen experts alone", _fewer,
              lambda t: range(1, t.call.tensor("topk_ids").shape[1])),
     CauseRow("expert_missing", FACTOR, EXPERTS, "without expert {0}", lambda t, e: with_value(

@@ -46,7 +46,7 @@ from vllm_accprobe.opcheck.causes.api import (
     outputs_of,
 )
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
-from vllm_accprobe.opcheck.floors.verdict import VARIANCE, Verdict, first_of, keys_of
+from vllm_accprobe.opcheck.floors.verdict import VARIANCE, Verdict, first_of
 from vllm_accprobe.opcheck.reference import Declined, Expected
 
 SECONDS = 10.0
@@ -252,8 +252,8 @@ def _evidence(plain: OutputRows, found: OutputRows, v: Verdict, factor: bool) ->
     variance = planes[VARIANCE].clamp(min=1e-300)
     off = (found.reference - plain.reference).square() > variance
     off &= torch.isfinite(plain.reference) & torch.isfinite(plain.mine) & torch.isfinite(found.reference)
-    if v.sums.few:
-        off &= first_of(keys_of(planes, v.sums.unit))
+    if v.sums.keys is not None:
+        off &= first_of(v.sums.keys[None])[0]
     finite = torch.isfinite(plain.reference) & torch.isfinite(plain.mine) & torch.isfinite(found.reference)
     if not factor and bool(finite.all()) and (by_factors := _by_factors(plain, found, variance)) is not None:
         return by_factors

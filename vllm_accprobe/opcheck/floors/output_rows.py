@@ -7,12 +7,13 @@ no reference. With torch alone: copied with the tests that gentest writes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.floors.rounding import judge
+from vllm_accprobe.opcheck.floors.rounding import judge_each
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Expected
 
@@ -60,7 +61,26 @@ class OutputRows:
         return cls(e, at, *(None if x is None else x[at] for x in found))
 
     def judge(self, dtype: str, **more: Any) -> Verdict:
-        """more: further arguments of rounding.judge."""
+        """more: further arguments of rounding.judge_each."""
+        return stacked([self]).judge_each(dtype, **more)[0]
+
+    def judge_each(self, dtype: str, **more: Any) -> list[Verdict]:
+        """Of `stacked` outputs."""
         e = self.expected
-        return judge(self.reference, self.mine, dtype, noise=self.noise, bound=self.bound, last=e.unit, common=e.common,
-                     groups=e.groups, shared=e.shared, exact=self.exact, **more)  # fmt: skip
+        return judge_each(self.reference, self.mine, dtype, noise=self.noise, bound=self.bound, last=e.unit,
+                          common=e.common, groups=e.groups, shared=e.shared, exact=self.exact, **more)  # fmt: skip
+
+    def alike(self) -> tuple[Any, ...]:
+        """What must be equal of outputs that are stacked."""
+        e = self.expected
+        return e.unit, e.common, e.groups, e.shared, *(t if t is None else (t.dtype, t.shape) for t in self._tensors())
+
+    def _tensors(self) -> tuple[Any, ...]:
+        return self.reference, self.mine, self.noise, self.bound, self.exact
+
+
+def stacked(outputs: Sequence[OutputRows]) -> OutputRows:
+    """Outputs that are `alike` as one: tensors [outputs, rows, width], the rest of the first."""
+    sides = zip(*(o._tensors() for o in outputs), strict=True)
+    tensors = (None if side[0] is None else side[0][None] if len(side) == 1 else torch.stack(side) for side in sides)
+    return OutputRows(outputs[0].expected, outputs[0].at, *tensors)

@@ -6,7 +6,7 @@ a kernel. The idea: the errors of some hundred rows average out as independent r
 `Pool`: what `verdict.ErrorSums` has of the rows is added up for each output of a tap; at the tap's end five statistics
 are compared with what chance allows, each with a fifth of the chance, divided by the columns where it tests columns.
 Rows that were met before count once. `unlike`: in sibling layers the same kernel has the same error of the model; the
-logarithm of variance over the model's is compared by a moderated t. `of_call`, `of_pool`: each limit turned round.
+logarithm of variance over the model's is compared by a moderated t. `of_each`, `of_pool`: each limit turned round.
 Elsewhere: the rows' own limits (verdict.py), what is computed from coverage (proof/prove.py).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ from vllm_accprobe.opcheck.floors.verdict import (
     first_of,
     in_deviations,
     keys_of,
+    sorted_lines,
 )
 from vllm_accprobe.opcheck.run.result_row import FAIL, CheckResult
 
@@ -61,22 +62,30 @@ EQUAL = Smallest(0.0, 0.0, 0.0)
 """Of what must be equal to the bit."""
 
 
-def of_call(s: ErrorSums, chance: float) -> Smallest | None:
-    """Of one call. chance: that a right output fails, as verdict.judge's. None where no row has a size."""
-    v, power = s.by_row[VARIANCE], s.by_row[POWER]
-    if not bool((power > 0).any()):
-        return None
-    q, (rows, width) = chance / 4.0, s.planes.shape[1:]
-    spread = s.by_row[SPREAD] + (s.by_row[NOISE].square() / s.groups if s.groups else 0.0)
+def of_each(sums: Sequence[ErrorSums], chance: float) -> list[Smallest | None]:
+    """Of each call; all have one shape, unit and model of noise. chance: that a right output fails, as verdict.judge's.
+    None where no row has a size."""
+    s, (rows, width), q = sums[0], sums[0].planes.shape[1:], chance / 4.0
+    by_row, by_column = (torch.stack([getattr(x, name) for x in sums]) for name in ("by_row", "by_column"))
+    v, power = by_row[:, VARIANCE], by_row[:, POWER]
+    spread = by_row[:, SPREAD] + (by_row[:, NOISE].square() / s.groups if s.groups else 0.0)
     squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, rows, 1))
-    allowed: Tensor = None
-    if bool((squares > (1.0 + _elements_at(s)) * v).any()):
-        allowed = _allowed(s, q).square()
-    found = left(squares, v, power, s.common)
-    if allowed is not None:
-        found = torch.minimum(found, (allowed.sum(1) / power.clamp(min=1e-300)).sqrt())
-    found = found[power > 0]
-    return Smallest(float(found.min()), float(_columns(s, q, rows, width, allowed).max()), float(found.max()))
+    found, beyond = left(squares, v, power, s.common), _beyond_elements(s, squares, v)
+    v, powers = by_column[:, VARIANCE], by_column[:, POWER]
+    columns, sizes, of_elements = torch.full_like(v, math.inf), of_columns(powers), torch.ones_like(beyond)
+    if rows >= _MIN_ROWS:
+        spread = by_column[:, SPREAD] + (by_column[:, NOISE].square() if s.shared else 0.0)
+        squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, width, 1)).clamp(min=CONSTANT)
+        columns, of_elements = left(squares, v, powers, s.common, sizes), beyond | _beyond_elements(s, squares, v)
+    if bool(of_elements.any()):
+        allowed = _allowed(sums, q).square()
+        for lines, which, dim, size in ((found, beyond, 2, power), (columns, of_elements, 1, sizes)):
+            element = (allowed.sum(dim) / size.clamp(min=1e-300)).sqrt()
+            lines.copy_(torch.where(which.unsqueeze(1), torch.minimum(lines, element), lines))
+    real = power > 0
+    least, most = torch.where(real, found, math.inf).amin(1), torch.where(real, found, -math.inf).amax(1)
+    each = zip(real.any(1).tolist(), *(x.tolist() for x in (least, columns.amax(1), most)), strict=True)
+    return [Smallest(*sizes) if any_size else None for any_size, *sizes in each]
 
 
 def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chance: float) -> Smallest | None:
@@ -105,38 +114,25 @@ def left(squares: Tensor, variance: Tensor, power: Tensor, common: float, sizes:
 
 
 def of_columns(power: Tensor) -> Tensor:
-    """The squares that a column's error is measured by."""
-    return power.clamp(min=float(power.mean()))
+    """The squares that a column's error is measured by. power: [..., width]."""
+    return torch.maximum(power, power.mean(-1, keepdim=True))
 
 
 def _freedom(v: Tensor, spread: Tensor) -> Tensor:
     return torch.where(spread > 0, v * v / spread.clamp(min=1e-300), 1.0).clamp_(min=1.0)
 
 
-def _columns(s: ErrorSums, q: float, rows: int, width: int, allowed: Tensor | None) -> Tensor:
-    v, power = s.by_column[VARIANCE], s.by_column[POWER]
-    sizes, found = of_columns(power), None
-    if rows >= _MIN_ROWS:
-        spread = s.by_column[SPREAD] + (s.by_column[NOISE].square() if s.shared else 0.0)
-        squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, width, 1)).clamp(min=CONSTANT)
-        found = left(squares, v, power, s.common, sizes)
-        if allowed is None and not bool((squares > (1.0 + _elements_at(s)) * v).any()):
-            return found
-    allowed = _allowed(s, q).square() if allowed is None else allowed
-    by_element = (allowed.sum(0) / sizes.clamp(min=1e-300)).sqrt()
-    return by_element if found is None else torch.minimum(found, by_element)
+def _beyond_elements(s: ErrorSums, squares: Tensor, variance: Tensor) -> Tensor:
+    """bool [calls]: whether elements' limits may be below those of lines. Squares of theirs over their variances are
+    this or more: 2 half steps, of a variance of a third."""
+    return (squares > (13.0 if s.unit >= _GRID else 5.0) * variance).any(1)
 
 
-def _elements_at(s: ErrorSums) -> float:
-    """Squares of elements' limits over their variances are this or more: 2 half steps, of a variance of a third."""
-    return 12.0 if s.unit >= _GRID else 4.0
-
-
-def _allowed(s: ErrorSums, q: float) -> Tensor:
-    """[rows, width]: each element's limit, by chance (error_limits.worst_element)."""
-    noise = s.planes[NOISE]
-    half = ((s.planes[VARIANCE] - noise).clamp(min=0.0) * (3.0 if s.unit >= _GRID else 1.0)).sqrt_()
-    return half.mul_(2.0 * (1.0 + _SECOND)).add_(noise.sqrt(), alpha=normal(q, noise.numel()) * math.sqrt(MODEL))
+def _allowed(sums: Sequence[ErrorSums], q: float) -> Tensor:
+    """[calls, rows, width]: each element's limit, by chance (error_limits.worst_element)."""
+    noise, variance = (torch.stack([s.planes[k] for s in sums]) for k in (NOISE, VARIANCE))
+    half = ((variance - noise).clamp(min=0.0) * (3.0 if sums[0].unit >= _GRID else 1.0)).sqrt_()
+    return half.mul_(2.0 * (1.0 + _SECOND)).add_(noise.sqrt(), alpha=normal(q, noise[0].numel()) * math.sqrt(MODEL))
 
 
 LEAST = 3
@@ -277,59 +273,69 @@ class Pool:
         self._first: ErrorSums | None = None
         self.usable, self._truncated = True, False
 
-    def add(self, s: ErrorSums, truncated: bool = False) -> None:
-        """The rows of one call; truncated: it does not round to nearest. Calls of other widths, units or models of
-        noise cannot be added up: then there is no result."""
-        first = self._first
+    def add(self, calls: Sequence[ErrorSums], truncated: bool = False) -> None:
+        """The rows of calls, in their order; truncated: one does not round to nearest. Calls of other widths, units or
+        models of noise cannot be added up: then there is no result."""
         self._truncated |= truncated
+        some = [(s, new) for s in calls if (new := self._new_rows(s))]
+        begin = 0 if self._errors else next((k for k, (s, _) in enumerate(some) if s.few), len(some))
+        masks = self._new_errors([keys_of(s.planes[:, new], self.unit) if s.keys is None else s.keys[new]
+                                  for s, new in some[begin:]])  # fmt: skip
+        for (s, new), mask in zip(some, [None] * begin + masks, strict=True):
+            by_row, by_column = s.by_row, s.by_column
+            if mask is not None:
+                planes = s.planes[:, new] * mask
+                by_row, by_column = planes.sum(2), planes.sum(1)
+            elif len(new) < by_row.shape[1]:
+                by_row, by_column = by_row[:, new], s.planes[:, new].sum(1)
+            self._sum(s, by_row, by_column)
+
+    def _new_rows(self, s: ErrorSums) -> list[int]:
+        """Which rows of a call were not met before; none where it cannot be added."""
+        first, width = self._first, s.planes.shape[2]
         if first is None:
             nothing = torch.empty(0)
-            self._first = first = replace(s, planes=nothing, by_row=nothing, by_column=nothing)
-            width = s.planes.shape[2] if s.planes.shape[2] <= MOST_WIDTH else 1
-            self._columns = torch.zeros(8, width, dtype=torch.float64)
+            self._first = first = replace(s, planes=nothing, by_row=nothing, by_column=nothing, keys=None)
+            self._columns = torch.zeros(8, width if width <= MOST_WIDTH else 1, dtype=torch.float64)
         assert self._columns is not None
-        wide = s.planes.shape[2] > MOST_WIDTH
         self.usable &= (s.unit, s.common, s.groups, s.shared) == (first.unit, first.common, first.groups, first.shared)
-        self.usable &= self._columns.shape[1] == (1 if wide else s.planes.shape[2])
+        self.usable &= self._columns.shape[1] == (1 if width > MOST_WIDTH else width)
         if not self.usable:
-            return
-        powers = s.by_row[POWER].tolist()
+            return []
+        powers, new = s.by_row[POWER].tolist(), []
         self.seen += len(powers)
-        new = []
         for k, power in enumerate(powers):
             if power and power not in self._met:
                 self._met.add(power)
                 new.append(k)
-        if not new:
-            return
-        by_row, by_column = s.by_row, s.by_column
-        if s.few or self._errors:
-            planes = self._new_errors(s.planes[:, new])
-            by_row, by_column = planes.sum(2), planes.sum(1)
-        elif len(new) < len(powers):
-            by_row, by_column = by_row[:, new], s.planes[:, new].sum(1)
         self.rows += len(new)
-        self._columns += by_column.sum(1, keepdim=True) if wide else by_column
+        return new
+
+    def _sum(self, s: ErrorSums, by_row: Tensor, by_column: Tensor) -> None:
+        self._columns += by_column.sum(1, keepdim=True) if s.planes.shape[2] > MOST_WIDTH else by_column
         if s.groups:
             self._grouped += float((by_row[POWER] * by_row[NOISE]).sum()) / s.groups
             self._grouped_squares += float(by_row[NOISE].square().sum()) / s.groups
         if s.common:
             self._common += float(by_row[POWER].square().sum()) * s.common**2 / 3.0
 
-    def _new_errors(self, planes: torch.Tensor) -> torch.Tensor:
-        """``planes`` without errors that were met before (verdict.repeated), in these rows or in earlier ones."""
-        keys, kept = keys_of(planes, self.unit), self._errors
-        new = first_of(keys)
+    def _new_errors(self, calls: Sequence[Tensor]) -> list[Tensor]:
+        """Of each call's keys, which errors were not met before (verdict.repeated), in its rows or in earlier ones."""
+        if not calls:
+            return []
+        keys = torch.cat([k.reshape(-1) for k in calls])
+        kept, (new,) = self._errors, first_of(keys[None])
         for known in kept:
-            at = torch.searchsorted(known, keys).clamp_(max=len(known) - 1)
-            new &= known[at] != keys
-        more = keys[new][: _KEPT - sum(map(len, kept))]
+            new &= known[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)] != keys
+        more, room = keys[new], _KEPT - sum(map(len, kept))
+        if len(more) > room and len(calls) > 1:  # what is not remembered is new again
+            return [new for k in calls for new in self._new_errors([k])]
+        more = more[:room]
         if len(more):
-            more = more.sort().values
             while kept and len(kept[-1]) < 2 * len(more):
-                more = torch.cat((kept.pop(), more)).sort().values
-            kept.append(more)
-        return planes * new
+                more = torch.cat((kept.pop(), more))
+            kept.append(sorted_lines(more[None])[0])
+        return [n.view(k.shape) for n, k in zip(new.split([k.numel() for k in calls]), calls, strict=True)]
 
     def pooled(self) -> tuple[float, float, float, float] | None:
         """(variance over expected, degrees of freedom, scale, its standard error); None where nothing is known."""
@@ -455,12 +461,17 @@ class Pools:
         self._of: dict[str, tuple[Pool, CheckResult]] = {}
         self._wrong: set[str] = set()
 
-    def add(self, row: CheckResult, v: Verdict) -> None:
-        """One output with its verdict."""
-        if row.status == FAIL:
-            self._wrong.add(row.role)
-        elif v.sums is not None:
-            self._of.setdefault(row.role, (Pool(), row))[0].add(v.sums, bool(v.rounding))
+    def add(self, outputs: Iterable[tuple[CheckResult, Verdict]]) -> None:
+        """Outputs with their verdicts, in their order."""
+        some: dict[str, list[Verdict]] = {}
+        for row, v in outputs:
+            if row.status == FAIL:
+                self._wrong.add(row.role)
+            elif v.sums is not None:
+                self._of.setdefault(row.role, (Pool(), row))
+                some.setdefault(row.role, []).append(v)
+        for role, verdicts in some.items():
+            self._of[role][0].add([v.sums for v in verdicts if v.sums], any(v.rounding for v in verdicts))
 
     def rows(self, budget: Budget) -> Iterator[CheckResult]:
         """Outputs no call of which failed, and all of which together do."""

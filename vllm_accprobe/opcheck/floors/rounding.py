@@ -12,7 +12,7 @@ earlier roundings. With torch alone: copied with the tests that gentest writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 
 from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.kernels.float_formats import LOW, half_step
-from vllm_accprobe.opcheck.floors.verdict import Verdict
+from vllm_accprobe.opcheck.floors.verdict import Verdict, of_one
 from vllm_accprobe.opcheck.floors.verdict import judge as judge_nearest
+from vllm_accprobe.opcheck.floors.verdict import judge_each as nearest_of_each
 
 TOWARD_ZERO, EARLIER = "toward zero", "toward zero before the last rounding"
 ROUNDING = "rounding"
@@ -112,27 +113,43 @@ def _more(a: int, b: int) -> bool:
 
 
 def judge(
-    reference: Tensor, mine: Tensor, dtype: str, *,
-    noise: Tensor | None = None, bound: Tensor | None = None, last: float | None = None, common: float = 0.0,
-    exact: Tensor | None = None, strict: bool = False, **more: Any,
+    reference: Tensor, mine: Tensor, dtype: str, *, noise: Tensor | None = None, bound: Tensor | None = None,
+    exact: Tensor | None = None, **more: Any,
 ) -> Verdict:  # fmt: skip
-    """verdict.judge, which knows rounding to nearest, with truncation allowed for: its arguments, and its verdict with
-    ``rounding`` TOWARD_ZERO where that is how mine was rounded, or EARLIER where nothing but a truncated intermediate
-    result explains it.
+    """`judge_each` of one call. reference, mine, exact: [rows, width]; noise, bound: broadcastable."""
+    noise, bound, exact = (of_one(x, reference) for x in (noise, bound, exact))
+    return judge_each(reference[None], mine[None], dtype, noise=noise, bound=bound, exact=exact, **more)[0]
 
-    more: verdict.judge's other arguments; exact: what was to be rounded, where ``reference`` has been rounded itself;
-    strict: truncation fails, with the measure ROUNDING where it is proved, and by the limits of rounding to nearest
-    where these are passed."""
 
-    def judged(y: Tensor, noise: Tensor | None, bound: Tensor | None) -> Verdict:
-        return judge_nearest(y, mine, dtype, noise=noise, bound=bound, last=last, common=common, **more)
+def judge_each(
+    references: Tensor, mine: Tensor, dtype: str, *,
+    noise: Tensor | None = None, bound: Tensor | None = None, last: float | None = None,
+    exact: Tensor | None = None, strict: bool = False, **more: Any,
+) -> list[Verdict]:  # fmt: skip
+    """verdict.judge_each, which knows rounding to nearest, with truncation allowed for: its arguments, and its verdicts
+    with ``rounding`` TOWARD_ZERO where that is how mine was rounded, or EARLIER where nothing but a truncated
+    intermediate result explains it.
 
-    nearest = judged(reference, noise, bound)
-    if last == 0.0 or dtype not in LOW or nearest.nonfinite_mismatch or not reference.is_floating_point():
-        return nearest
-    source = reference if exact is None else exact
-    if not _smaller(source, mine):
-        return nearest
+    more: its other arguments; exact: what was to be rounded, where ``references`` has been rounded itself; strict:
+    truncation fails, with the measure ROUNDING where it is proved, and by the limits of rounding to nearest where these
+    are passed."""
+    verdicts = nearest_of_each(references, mine, dtype, noise=noise, bound=bound, last=last, **more)
+    if last == 0.0 or dtype not in LOW or not references.is_floating_point():
+        return verdicts
+    sources = references if exact is None else exact
+    for k, smaller in enumerate(_smaller(sources, mine)):
+        if smaller and not verdicts[k].nonfinite_mismatch:
+            own, proved = (None if x is None else x[k] for x in (noise, bound))
+            verdicts[k] = _truncated(verdicts[k], references[k], sources[k], mine[k], dtype, own, proved, strict,
+                                     {"last": last, **more})  # fmt: skip
+    return verdicts
+
+
+def _truncated(
+    nearest: Verdict, reference: Tensor, source: Tensor, mine: Tensor, dtype: str, noise: Tensor | None,
+    bound: Tensor | None, strict: bool, more: Mapping[str, Any],
+) -> Verdict:  # fmt: skip
+    """The verdict of a call that passed, or not, as rounded to the ``nearest``."""
     found = direction(source, mine, dtype, _GLANCE if nearest.passed and not strict else _SAMPLE)
     if strict and nearest.passed and found.proved:
         return replace(nearest, passed=False, measure=ROUNDING, value=found.share, limit=0.5, row=-1, column=-1,
@@ -145,7 +162,7 @@ def judge(
     mean = _nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine)
     if bound is not None:  # of which twice is proved, and of the distance from ``reference``, not from this mean
         bound = bound + 0.5 * (mean - reference).abs()
-    best = judged(mean, wider, bound)
+    best = judge_nearest(mean, mine, dtype, noise=wider, bound=bound, **more)
     if nearest.passed and nearest.severity <= best.severity:
         return replace(nearest, rounding=how) if how else nearest
     if not found.toward_zero and not best.passed:
@@ -155,11 +172,11 @@ def judge(
     return replace(best, rounding=how or EARLIER, worst_row_rel_l2=nearest.worst_row_rel_l2)
 
 
-def _smaller(y: Tensor, mine: Tensor) -> bool:
-    """Whether significantly more numbers are nearer to 0 than further from it: not so in nearly all right outputs,
-    which need no closer look then."""
-    change = mine.abs() - y.abs()
-    return _more(int((change < 0).sum()), int((change > 0).sum()))
+def _smaller(y: Tensor, mine: Tensor) -> list[bool]:
+    """Of each call, whether significantly more numbers are nearer to 0 than further from it: not so in nearly all right
+    outputs, which need no closer look then."""
+    change = (mine.abs() - y.abs()).flatten(1)
+    return [_more(*counts) for counts in zip((change < 0).sum(1).tolist(), (change > 0).sum(1).tolist(), strict=True)]
 
 
 def _nearest_of(ways: Sequence[Tensor], mine: Tensor) -> Tensor:

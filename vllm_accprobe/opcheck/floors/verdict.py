@@ -15,11 +15,16 @@ Elsewhere: where y comes from (references/), many calls together (pooled.py), ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+
+try:
+    import numpy
+except ImportError:  # torch alone
+    numpy = None  # type: ignore[assignment]
 
 from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, CHANCE, PROVED, chi_square, deviations_of, normal, tail
@@ -64,30 +69,47 @@ class WorstFound(NamedTuple):
     tests: int
 
 
-def _most(value: Tensor, floor: Tensor) -> tuple[int, float]:
-    """Where value / floor, neither below 0, is largest, and what it is there."""
+def _most(value: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Where value / floor [calls, n], neither below 0, is largest in each call, and what it is there."""
     ratio = value / floor.clamp(min=_NOTHING)
-    at = int(ratio.argmax())
-    return at, float(ratio[at])
+    at = ratio.argmax(1)
+    return at, ratio.gather(1, at.unsqueeze(1)).squeeze(1)
 
 
-def worst_row(s: Tensor, groups: float | None, common: float, chance: float, width: int) -> WorstFound:
-    tests = s.shape[1]
+def _beyond(over: Tensor, at: Tensor, value: Tensor, floor: Callable[[], Tensor]) -> Tensor:
+    """``at``, and where ``value`` over ``floor`` is largest in the calls ``over`` [calls]."""
+    return torch.where(over, _most(value, floor())[0], at) if bool(over.any()) else at
+
+
+def _lines(s: Tensor, at: Tensor) -> Iterator[tuple[int, list[float]]]:
+    """Of each call: a line's number, and its eight sums."""
+    return zip(at.tolist(), s[torch.arange(len(s)), :, at].tolist(), strict=True)
+
+
+def worst_rows(s: Tensor, groups: float | None, common: float, chance: float, width: int) -> list[WorstFound]:
+    """Of each call. s: [calls, 8, rows]."""
+    tests = s.shape[2]
     z = normal(chance, tests, 1)
 
     def freedom(square: Any, spread: Any, noise: Any) -> Any:
         return square / (spread + noise * noise / groups if groups else spread)
 
-    at, ratio = _most(s[SQUARE], s[VARIANCE])
-    if ratio > MODEL * chi_square(float(width), z):  # else no row is above its limit: fewer degrees widen it
-        v = s[VARIANCE]
-        limits = MODEL * v * chi_square(freedom(v * v, s[SPREAD], s[NOISE]).clamp_(min=1.0), z)
-        at, _ = _most(s[SQUARE], (limits.sqrt() + common * s[POWER].sqrt()) ** 2)
-    square, v, power, spread, noise = (float(s[k, at]) for k in (SQUARE, VARIANCE, POWER, SPREAD, NOISE))
-    own = max(1.0, freedom(v * v, spread, noise)) if spread else 1.0
-    extra, error = common * power**0.5, square**0.5
-    limit = (MODEL * v * chi_square(own, z)) ** 0.5 + extra
-    return _squares(ROW, error, limit, error - extra, v, own, tests, row=at)
+    def limits() -> Tensor:
+        v = s[:, VARIANCE]
+        squares = MODEL * v * chi_square(freedom(v * v, s[:, SPREAD], s[:, NOISE]).clamp_(min=1.0), z)
+        return (squares.sqrt() + common * s[:, POWER].sqrt()) ** 2
+
+    at, ratio = _most(s[:, SQUARE], s[:, VARIANCE])
+    # else no row is above its limit: fewer degrees widen it
+    at = _beyond(ratio > MODEL * chi_square(float(width), z), at, s[:, SQUARE], limits)
+    found = []
+    for row, sums in _lines(s, at):
+        square, v, power, spread, noise = (sums[k] for k in (SQUARE, VARIANCE, POWER, SPREAD, NOISE))
+        own = max(1.0, freedom(v * v, spread, noise)) if spread else 1.0
+        extra, error = common * power**0.5, square**0.5
+        limit = (MODEL * v * chi_square(own, z)) ** 0.5 + extra
+        found.append(_squares(ROW, error, limit, error - extra, v, own, tests, row=row))
+    return found
 
 
 def _squares(
@@ -106,61 +128,84 @@ def in_deviations(value: float, limit: float, floor: float) -> tuple[float, floa
     return (value / floor, limit / floor) if floor else (value / limit, 1.0)
 
 
-def worst_gain(s: Tensor, groups: float | None, common: float, u: float, chance: float) -> WorstFound:
-    """|sum y d|, the part of a row's error that is a scale."""
-    variance = s[WEIGHTED] + s[POWER] * s[NOISE] / groups if groups else s[WEIGHTED]
-    tests = s.shape[1]
+def worst_gains(s: Tensor, groups: float | None, common: float, u: float, chance: float) -> list[WorstFound]:
+    """|sum y d|, the part of a row's error that is a scale, of each call. s: [calls, 8, rows]."""
+    variance = s[:, WEIGHTED] + s[:, POWER] * s[:, NOISE] / groups if groups else s[:, WEIGHTED]
+    tests = s.shape[2]
     z, part = normal(chance, tests), common + BIAS * u
-    at, squared = _most(s[PRODUCT].square(), variance)
-    if squared > z * z * MODEL:
-        at, _ = _most(s[PRODUCT].abs(), z * (MODEL * variance).sqrt() + part * s[POWER])
-    value, floor, bias = abs(float(s[PRODUCT, at])), (MODEL * float(variance[at])) ** 0.5, part * float(s[POWER, at])
-    beyond = (value - bias) / floor if floor else 0.0
-    return WorstFound(GAIN, *in_deviations(value, z * floor + bias, floor), at, -1, beyond, tests)
+    at, squared = _most(s[:, PRODUCT].square(), variance)
+    at = _beyond(squared > z * z * MODEL, at, s[:, PRODUCT].abs(),
+                 lambda: z * (MODEL * variance).sqrt() + part * s[:, POWER])  # fmt: skip
+    found = []
+    for (row, sums), one in zip(_lines(s, at), variance[torch.arange(len(s)), at].tolist(), strict=True):
+        value, floor, bias = abs(sums[PRODUCT]), (MODEL * one) ** 0.5, part * sums[POWER]
+        beyond = (value - bias) / floor if floor else 0.0
+        found.append(WorstFound(GAIN, *in_deviations(value, z * floor + bias, floor), row, -1, beyond, tests))
+    return found
 
 
-def worst_column(s: Tensor, shared: bool, common: float, chance: float, rows: int) -> WorstFound:
+def worst_columns(s: Tensor, shared: bool, common: float, chance: float, rows: int) -> list[WorstFound]:
+    """Of each call. s: [calls, 8, width]."""
     if rows < _MIN_ROWS:
-        return WorstFound(COLUMN, 0.0, 1.0, -1, -1, 0.0, 1)
-    v, tests = s[VARIANCE], s.shape[1]
+        return [WorstFound(COLUMN, 0.0, 1.0, -1, -1, 0.0, 1)] * len(s)
+    v, tests = s[:, VARIANCE], s.shape[2]
     z = normal(chance, tests, 1)
-    squares = s[SPREAD] + s[NOISE] ** 2 if shared else s[SPREAD]
-    at, ratio = _most(s[SQUARE], v)
-    if ratio > MODEL * CONSTANT:
-        limits = MODEL * v * chi_square((v * v / squares.clamp(min=_NOTHING)).clamp_(min=1.0), z).clamp(min=CONSTANT)
-        at, _ = _most(s[SQUARE], (limits.sqrt() + common * s[POWER].sqrt()) ** 2)
-    error, variance, square = float(s[SQUARE, at]) ** 0.5, float(v[at]), float(squares[at])
-    own, extra = max(1.0, variance * variance / square) if square else 1.0, common * float(s[POWER, at]) ** 0.5
-    limit = (MODEL * variance * max(CONSTANT, chi_square(own, z))) ** 0.5 + extra
-    return _squares(COLUMN, error, limit, error - extra, variance, own, tests, column=at)
+    squares = s[:, SPREAD] + s[:, NOISE] ** 2 if shared else s[:, SPREAD]
+
+    def limits() -> Tensor:
+        freedom = (v * v / squares.clamp(min=_NOTHING)).clamp_(min=1.0)
+        return ((MODEL * v * chi_square(freedom, z).clamp(min=CONSTANT)).sqrt() + common * s[:, POWER].sqrt()) ** 2
+
+    at, ratio = _most(s[:, SQUARE], v)
+    at = _beyond(ratio > MODEL * CONSTANT, at, s[:, SQUARE], limits)
+    found = []
+    for (column, sums), square in zip(_lines(s, at), squares[torch.arange(len(s)), at].tolist(), strict=True):
+        error, variance = sums[SQUARE] ** 0.5, sums[VARIANCE]
+        own, extra = max(1.0, variance * variance / square) if square else 1.0, common * sums[POWER] ** 0.5
+        limit = (MODEL * variance * max(CONSTANT, chi_square(own, z))) ** 0.5 + extra
+        found.append(_squares(COLUMN, error, limit, error - extra, variance, own, tests, column=column))
+    return found
 
 
-def worst_element(
+def worst_elements(
     y: Tensor, d: Tensor, half: Tensor, noise: Tensor | None, bound: Tensor | None, common: float, planes: Tensor,
-    chance: float,
-) -> WorstFound:  # fmt: skip
-    """Each against what chance allows, or against what is proved where that is less."""
-    size, tests, width = d.abs(), d.numel(), d.shape[1]
+    power: Tensor, chance: float,
+) -> list[WorstFound]:  # fmt: skip
+    """Each against what chance allows, or against what is proved where that is less; of each call. y, d, half, noise,
+    bound: [calls, rows, width]; power: [calls, rows], sums of squares of y."""
+    size, (calls, rows, width) = d.abs(), d.shape
+    tests = rows * width
     z = normal(chance, tests) * MODEL**0.5
-    at, steps = _most(size.flatten(), half.flatten())
-    row, column = at // width, at % width
-    value, limit = float(size[row, column]), 2.0 * (1.0 + _SECOND) * float(half[row, column])
-    if steps > 2.0:  # else all are within a whole step, which is never too much
-        power = planes[POWER].sum(1)
-        allowed = 2.0 * (1.0 + _SECOND) * half + _work(y, power)
+    at, steps = _most(size.flatten(1), half.flatten(1))
+    limits = 2.0 * (1.0 + _SECOND) * _of_each(half, at)
+    some = (steps > 2.0).nonzero().flatten()  # the others' are within a whole step, which is never too much
+    if len(some):
+        y, h, power, sizes = (x if len(some) == calls else x[some] for x in (y, half, power, size))
+        noise, bound = (None if x is None else x[some] for x in (noise, bound))
+        allowed = 2.0 * (1.0 + _SECOND) * h + _work(y, power)
         if common:
             allowed += common * y.abs()
         if noise is not None:
             allowed += z * noise.abs()
         if bound is not None:
-            allowed = torch.minimum(allowed, proved(y, half, bound, power))
-        at, _ = _most(size.flatten(), allowed.flatten())
-        row, column = at // width, at % width
-        value, limit = float(size[row, column]), float(allowed[row, column])
-    one = MODEL**0.5 * float(planes[NOISE, row, column]) ** 0.5
-    beyond = (value - limit) / one + normal(chance, tests) if one else math.inf
-    shown = in_deviations(value, limit, float(planes[VARIANCE, row, column]) ** 0.5)
-    return WorstFound(ELEMENT, *shown, row, column, beyond, tests)
+            allowed = torch.minimum(allowed, proved(y, h, bound, power))
+        at[some], _ = _most(sizes.flatten(1), allowed.flatten(1))
+        limits[some] = _of_each(allowed, at[some])
+    found = []
+    for k, value, limit, noises, variance in zip(
+        *(x.tolist() for x in (at, _of_each(size, at), limits, _of_each(planes[:, NOISE], at),
+                               _of_each(planes[:, VARIANCE], at))), strict=True,
+    ):  # fmt: skip
+        one = MODEL**0.5 * noises**0.5
+        beyond = (value - limit) / one + normal(chance, tests) if one else math.inf
+        shown = in_deviations(value, limit, variance**0.5)
+        found.append(WorstFound(ELEMENT, *shown, k // width, k % width, beyond, tests))
+    return found
+
+
+def _of_each(x: Tensor, at: Tensor) -> Tensor:
+    """[calls]: of [calls, rows, width] the elements ``at`` [calls], counted through."""
+    return x[torch.arange(len(x)), at // x.shape[2], at % x.shape[2]]
 
 
 def proved(y: Tensor, half: Tensor, bound: Tensor, power: Tensor) -> Tensor:
@@ -169,7 +214,7 @@ def proved(y: Tensor, half: Tensor, bound: Tensor, power: Tensor) -> Tensor:
 
 
 def _work(y: Tensor, power: Tensor) -> Tensor:
-    return _WORK * (y.abs() + (power / y.shape[1]).sqrt().unsqueeze(1))
+    return _WORK * (y.abs() + (power / y.shape[-1]).sqrt().unsqueeze(-1))
 
 
 EXACT, NONFINITE = "exact", "nonfinite"
@@ -184,8 +229,9 @@ _EXPONENT = 0x7FF0_0000_0000_0000
 @dataclass(frozen=True)
 class ErrorSums:
     """What pooled.py adds up over calls. planes: float64 [8, rows, width], the eight of each element; by_row [8, rows],
-    by_column [8, width]: their sums; unit: of the last rounding; common, groups, shared: of Expected; few: the same
-    errors of the same numbers come again and again, and count once (in these sums: once in a row, and in a column)."""
+    by_column [8, width]: their sums; unit: of the last rounding; common, groups, shared: of Expected; keys: `keys_of`
+    where the same errors of the same numbers come again and again, and count once (in these sums: once in a row, and in
+    a column)."""
 
     planes: Tensor
     by_row: Tensor
@@ -194,7 +240,11 @@ class ErrorSums:
     common: float
     groups: float | None
     shared: bool
-    few: bool = False
+    keys: Tensor | None = None
+
+    @property
+    def few(self) -> bool:
+        return self.keys is not None
 
 
 @dataclass(frozen=True)
@@ -228,32 +278,46 @@ class Verdict:
 
 
 def judge(
-    reference: Tensor, mine: Tensor, dtype: str, chance: float = CHANCE, *,
+    reference: Tensor, mine: Tensor, dtype: str, chance: float = CHANCE, *, noise: Tensor | None = None,
+    bound: Tensor | None = None, **more: Any,
+) -> Verdict:  # fmt: skip
+    """`judge_each` of one call. reference, mine: [rows, width]; noise, bound: broadcastable."""
+    return judge_each(reference[None], mine[None], dtype, chance, noise=of_one(noise, reference),
+                      bound=of_one(bound, reference), **more)[0]  # fmt: skip
+
+
+def of_one(error: Tensor | None, reference: Tensor) -> Tensor | None:
+    """``error``, broadcastable to [rows, width] of one call, as of several."""
+    return None if error is None else error.expand(reference.shape)[None]
+
+
+def judge_each(
+    references: Tensor, mine: Tensor, dtype: str, chance: float = CHANCE, *,
     noise: Tensor | None = None, bound: Tensor | None = None, last: float | None = None, common: float = 0.0,
     groups: float | None = None, shared: bool = False,
-) -> Verdict:  # fmt: skip
-    """reference: float64 or integers [rows, width]; mine: the captured numbers, float64 or int64, same shape; dtype:
-    mine's, torch's name; chance: that a right output fails; noise, bound: float64, broadcastable, standard error and
-    bound before the last rounding; last: the last rounding's relative error if it is not dtype's; common: relative
-    error that a row may share; groups, shared: of Expected."""
+) -> list[Verdict]:  # fmt: skip
+    """Of each call, whatever the others are. references: float64 or integers [calls, rows, width]; mine: the captured
+    numbers, float64 or int64, same shape; dtype: mine's, torch's name; chance: that a right output fails; noise, bound:
+    float64, same shape, standard error and bound before the last rounding; last: the last rounding's relative error if
+    it is not dtype's; common: relative error that a row may share; groups, shared: of Expected."""
     u = unit(dtype) if last is None else last
-    y, d = reference, mine - reference
-    count = differ = 0
-    finite = None
+    y, d = references, mine - references
+    (calls, n, width), counts, differ = y.shape, [0] * len(y), [0] * len(y)
+    wrong = d != 0
     if not math.isfinite(float(d.sum())):  # which is so wherever one of them is not
-        finite = torch.isfinite(reference) & torch.isfinite(mine)
-        same = (reference == mine) | (torch.isnan(reference) & torch.isnan(mine))
-        wrong = ~finite & ~same
-        count, differ = int((~finite).sum()), int(wrong.sum())
-        y, d = torch.where(finite, reference, 0), torch.where(finite, d, 0)
-    y, d = y.double(), d.double()
-    if differ or not u or not y.numel():
-        return _equal(y, d, count, differ, wrong if differ else d != 0)
-    if finite is not None:
+        finite = torch.isfinite(references) & torch.isfinite(mine)
+        different = ~finite & ~((references == mine) | (torch.isnan(references) & torch.isnan(mine)))
+        counts, differ = ((x.flatten(1).sum(1)).tolist() for x in (~finite, different))
+        y, d = torch.where(finite, references, 0), torch.where(finite, d, 0)
+        wrong = torch.where(torch.tensor(differ).view(-1, 1, 1) > 0, different, d != 0)
         noise, bound = (None if x is None else torch.where(finite, x, 0.0) for x in (noise, bound))
-    n, width = y.shape
-    planes = torch.empty(8, n, width, dtype=torch.float64)
-    squares, v, powers, products, weighted, spread, errors, noises = planes.unbind(0)
+    y, d = y.double(), d.double()
+    none = [k for k in range(calls) if differ[k] or not u or not y[k].numel()]
+    equal = {k: _equal(y[k], d[k], counts[k], differ[k], wrong[k]) for k in none}
+    if len(equal) == calls:
+        return list(equal.values())
+    planes = torch.empty(calls, 8, n, width, dtype=torch.float64)
+    squares, v, powers, products, weighted, spread, errors, noises = planes.unbind(1)
     on_grid = u >= _GRID
     least = 0.5 * smallest(dtype)  # below that nothing can be relatively exact
     half = ((y.view(torch.int64) & _EXPONENT).view(torch.float64) * u if on_grid else u * y.abs()).clamp_(min=least)
@@ -271,36 +335,51 @@ def judge(
     torch.mul(y, d, out=products)
     torch.mul(powers, v, out=weighted)
     torch.mul(v, v, out=spread)
-    by_row, by_column = planes.sum(2), planes.sum(1)
-    power, square = by_row[POWER], by_row[SQUARE]
-    if few := repeated(y, d):
-        keys = keys_of(planes, u)
-        by_row = (planes * first_of(keys, torch.arange(n).unsqueeze(1))).sum(2)
-        by_column = (planes * first_of(keys, torch.arange(width))).sum(1)
+    by_row, by_column = planes.sum(3), planes.sum(2)
+    power = by_row[:, POWER].clone()
+    worst = (by_row[:, SQUARE] / power.clamp(min=1e-300)).max(1).values.tolist()
+    few = repeated(y, d)
+    keys: dict[int, Tensor] = {}
+    if some := [k for k in range(calls) if few[k]]:
+        own, theirs = planes[some], keys_of(planes[some].unbind(1), u)
+        keys = dict(zip(some, theirs, strict=True))
+        by_row[some] = (own * first_of(theirs, torch.arange(n).unsqueeze(1)).unsqueeze(1)).sum(3)
+        by_column[some] = (own * first_of(theirs, torch.arange(width)).unsqueeze(1)).sum(2)
     q = chance / 4.0
-    found = [
-        worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q),
-        worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
-    ]  # fmt: skip
-    for k, lines, sums, measures in (
-        (slice(0, 2), planes, by_row, lambda s: [worst_row(s, groups, common, q, width),
-                                                 worst_gain(s, groups, common, u, q)]),
-        (slice(2, 3), planes.transpose(1, 2), by_column, lambda s: [worst_column(s, shared, common, q, n)]),
-    ):  # fmt: skip
-        if not few and any(f.value > f.limit for f in found[k]):
-            once = _once_each(lines, sums.clone(), u, measures)
-            found[k] = [min(two, key=lambda f: f.value / f.limit) for two in zip(found[k], once, strict=True)]
-    f = max(found, key=lambda f: f.value / f.limit)
-    passed = f.value <= f.limit
-    beyond = not passed and bound is not None and bool((d.abs() > proved(y, half, bound, power)).any())
-    worst = float((square / power.clamp(min=1e-300)).max())
-    return Verdict(
-        passed, f.measure, f.value, f.limit, f.row, f.column, count, differ, worst**0.5 if worst < 1e150 else math.inf,
-        tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
-        chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.tests)),
-        ratios=tuple((x.measure, x.value / x.limit) for x in found),
-        sums=ErrorSums(planes, by_row, by_column, u, common, groups, shared, few),
-    )  # fmt: skip
+
+    def in_rows(s: Tensor) -> list[list[WorstFound]]:
+        return [worst_rows(s, groups, common, q, width), worst_gains(s, groups, common, u, q)]
+
+    def in_columns(s: Tensor) -> list[list[WorstFound]]:
+        return [worst_columns(s, shared, common, q, n)]
+
+    elements = worst_elements(y, d, half, noise, bound, common, planes, power, q)
+    verdicts = []
+    for k, (*found, element) in enumerate(zip(*in_rows(by_row), *in_columns(by_column), elements, strict=True)):
+        if k in equal:
+            verdicts.append(equal[k])
+            continue
+        for part, lines, sums, measures in (
+            (slice(0, 2), planes[k], by_row[k], in_rows),
+            (slice(2, 3), planes[k].transpose(1, 2), by_column[k], in_columns),
+        ):
+            if not few[k] and any(f.value > f.limit for f in found[part]):
+                once = _once_each(lines, sums.clone(), u, measures)
+                found[part] = [min(two, key=lambda f: f.value / f.limit) for two in zip(found[part], once, strict=True)]
+        found.append(element)
+        f = max(found, key=lambda f: f.value / f.limit)
+        passed = f.value <= f.limit
+        beyond = False
+        if not passed and bound is not None:
+            beyond = bool((d[k].abs() > proved(y[k], half[k], bound[k], power[k])).any())
+        verdicts.append(Verdict(
+            passed, f.measure, f.value, f.limit, f.row, f.column, counts[k], differ[k],
+            worst[k]**0.5 if worst[k] < 1e150 else math.inf, tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
+            chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.tests)),
+            ratios=tuple((x.measure, x.value / x.limit) for x in found),
+            sums=ErrorSums(planes[k], by_row[k], by_column[k], u, common, groups, shared, keys.get(k)),
+        ))  # fmt: skip
+    return verdicts
 
 
 _LOOKED, _NEW = 4096, 0.9
@@ -310,25 +389,34 @@ _ODD = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
 """Chosen: Knuth's multiplier (2**64 over the golden ratio, odd), which spreads 64 bits."""
 
 
-def repeated(y: Tensor, d: Tensor) -> bool:
-    """Whether many elements are the same number with the same error: pixels have 256 values, an activation of bfloat16
-    some thousands. An elementwise operator rounds equal numbers alike: such errors are one, and not many independent
-    ones that average out."""
-    if y.numel() < _LOOKED // 16:
-        return False
-    y, d = y.reshape(-1), d.reshape(-1)
-    if len(y) > _LOOKED:
-        at = torch.linspace(0, len(y) - 1, _LOOKED).long()
-        y, d = y[at], d[at]
+def repeated(y: Tensor, d: Tensor) -> list[bool]:
+    """Of each call (the first dimension), whether many elements are the same number with the same error: pixels have
+    256 values, an activation of bfloat16 some thousands. An elementwise operator rounds equal numbers alike: such
+    errors are one, and not many independent ones that average out."""
+    y, d = y.flatten(1), d.flatten(1)
+    if y.shape[1] < _LOOKED // 16:
+        return [False] * len(y)
+    if y.shape[1] > _LOOKED:
+        at = torch.linspace(0, y.shape[1] - 1, _LOOKED).long()
+        y, d = y[:, at], d[:, at]
     off = d != 0
-    if not bool(off.any()):
-        return False
-    pairs = y[off].view(torch.int64) * _ODD + d[off].view(torch.int64)
-    each = pairs.sort().values  # ten times as fast as torch.unique
-    return int((each[1:] != each[:-1]).sum()) + 1 < _NEW * len(each)
+    pairs = torch.where(off, y.view(torch.int64) * _ODD + d.view(torch.int64), 0)
+    each = sorted_lines(pairs)
+    # 0 stands for what is right, unless an error has it
+    right = (~off).any(1) & ~((pairs == 0) & off).any(1)
+    different, n = (each[:, 1:] != each[:, :-1]).sum(1) + 1 - right.long(), off.sum(1)
+    return ((n > 0) & (different < _NEW * n)).tolist()
 
 
-def keys_of(planes: Tensor, u: float) -> Tensor:
+def sorted_lines(keys: Tensor, places: bool = False) -> Tensor:
+    """The lines of [lines, n] in order, or the places in that order; of equal ones in any. By numpy where there is one:
+    ten times as fast as torch."""
+    if numpy is None:
+        return keys.argsort(1) if places else keys.sort(1).values
+    return torch.from_numpy((numpy.argsort if places else numpy.sort)(keys.numpy(), 1))
+
+
+def keys_of(planes: Sequence[Tensor] | Tensor, u: float) -> Tensor:
     """int64, the shape of one of the eight ``planes``: equal for elements whose numbers are within 2**-16 steps of each
     other, but for a sign, and whose errors are alike to 2**-10 units, and but for chance only for these. By their first
     bits: a pair on two sides of such a cell's edge is two."""
@@ -339,15 +427,17 @@ def keys_of(planes: Tensor, u: float) -> Tensor:
 
 
 def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
-    """bool, the shape of ``keys``: the first of each that is equal to others, of those with the same ``within`` (int64,
-    broadcastable)."""
-    flat = (keys if within is None else keys + (within + 1) * _ODD).reshape(-1)
-    each, order = flat.sort(stable=True)
-    new = torch.ones(len(flat), dtype=torch.bool)
-    new[1:] = each[1:] != each[:-1]
-    found = torch.zeros(len(flat), dtype=torch.bool)
-    found[order[new]] = True
-    return found.reshape(keys.shape)
+    """bool, the shape of ``keys``: of each call (the first dimension) the first of each that is equal to others, of
+    those with the same ``within`` (int64, broadcastable)."""
+    flat = (keys if within is None else keys + (within + 1) * _ODD).flatten(1)
+    order = sorted_lines(flat, places=True)
+    each = flat.gather(1, order)
+    new = torch.ones(flat.shape, dtype=torch.bool)
+    new[:, 1:] = each[:, 1:] != each[:, :-1]
+    group = new.reshape(-1).cumsum(0) - 1
+    places = (order + torch.arange(len(flat)).unsqueeze(1) * flat.shape[1]).reshape(-1)
+    first = torch.full((int(group[-1]) + 1 if len(group) else 0,), len(group)).scatter_reduce_(0, group, places, "amin")
+    return torch.zeros(len(group), dtype=torch.bool).index_fill_(0, first, True).reshape(keys.shape)
 
 
 def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verdict:
@@ -362,15 +452,17 @@ def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verd
     return Verdict(not value, measure, value, 0.0, at, column, count, differ, worst, tier=tier)
 
 
-def _once_each(planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[WorstFound]]) -> list[WorstFound]:
+def _once_each(
+    planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[list[WorstFound]]]
+) -> list[WorstFound]:  # fmt: skip
     """What ``test`` finds in ``sums`` [8, lines], where the same error of nearly the same number counts once in a line:
     line by line, as long as a new one is beyond its limit; the sums are changed. planes: [8, lines, ...]."""
     known: set[int] = set()
     while True:
-        found = test(sums)
+        found = [f for (f,) in test(sums[None])]
         new = {max(f.row, f.column) for f in found if f.value > f.limit} - known
         if not new or len(known) > _LINES:
             return found
         known |= new
         for k in new:
-            sums[:, k] = (planes[:, k] * first_of(keys_of(planes[:, k], u))).sum(1)
+            sums[:, k] = (planes[:, k] * first_of(keys_of(planes[:, k], u)[None])[0]).sum(1)

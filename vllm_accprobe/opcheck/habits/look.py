@@ -26,8 +26,7 @@ from vllm_accprobe.opcheck.floors.rounding import steps
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.habits.decided import BINS, Evidence
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references import activations, rotary
-from vllm_accprobe.opcheck.references.norms import epsilon, offset_of
+from vllm_accprobe.opcheck.references import activations, linear, norms, rotary
 from vllm_accprobe.opcheck.references.quantised import weight_of, widened
 
 ONCE = "once"
@@ -35,7 +34,6 @@ Tensor = Any
 _NORM = "normalised value"
 _SUM, _AGAIN = "sum with the residual", "sum with the residual, after its norm"
 _GATE, _PRODUCT, _COSINES = "activation", "product before the bias", "cosines"
-_INPUT = ("input_", "x", "input", "hidden_states", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ Family = Callable[[Call, SampledRows], Ways]
 def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
     """name → what is rounded in the end, float64 [rows, width]; ONCE first. Without those that a call does not have."""
     found: dict[str, Tensor] = {ONCE: sample.y}
-    family = family_of(call.cls)
+    family = family_of(call)
     if family is not None and (sample.role == "output.0" or family is _rotary):
         try:
             more = family(call, sample)
@@ -68,28 +66,26 @@ def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
     return found
 
 
-def family_of(cls: str) -> Family | None:
+def family_of(call: Call) -> Family | None:
     """Which intermediate results an operator has, None where that is not known."""
-    return next((f for glob, f in _FAMILIES.items() if fnmatchcase(cls, glob)), None)
+    return next((f for glob, f in _FAMILIES.items() if fnmatchcase(norms.known_as(call), glob)), None)
 
 
-def is_product(cls: str) -> bool:
-    return family_of(cls) is _linear
+def is_product(call: Call) -> bool:
+    return family_of(call) is _linear
 
 
-def is_norm(cls: str) -> bool:
-    return family_of(cls) is _norm
+def is_norm(call: Call) -> bool:
+    return family_of(call) is _norm
 
 
-def is_gated(cls: str) -> bool:
-    return family_of(cls) is _gated
+def is_gated(call: Call) -> bool:
+    return family_of(call) is _gated
 
 
 def _norm(call: Call, s: SampledRows) -> Ways:
-    x = call.tensor("x", "hidden_states", "input", "0")[s.rows].double()
-    residual = call.maybe("residual", "1")
-    eps, _ = epsilon(call)
-    weight: Any = (call.param("weight") if "weight" in call.params else 1.0) + offset_of(call)
+    x, residual = call.tensor(*norms.INPUT)[s.rows].double(), call.maybe(*norms.RESIDUAL)
+    (eps, _), weight = norms.epsilon(call), norms.weight_of(call)
 
     def scaled(values: Tensor, of: Tensor) -> Tensor:
         return values * torch.rsqrt((of * of).mean(-1, keepdim=True) + eps)
@@ -103,26 +99,14 @@ def _norm(call: Call, s: SampledRows) -> Ways:
     for name, of in sums.items():
         y = scaled(s.round(of) if name == _AGAIN else of, of)
         if name:
-            found[name] = y * weight
-        if isinstance(weight, torch.Tensor):
+            found[name] = y if weight is None else y * weight
+        if weight is not None:
             found[f"{name} and {_NORM}" if name else _NORM] = s.round(y) * weight
     return found
 
 
-def gate_of(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """(gate, up, activation) of a gated activation. Raises Declined."""
-    x = call.tensor("x", "input", "hidden_states", "0")
-    a, b = x.chunk(2, -1)
-    if call.cls == "MulAndSilu":
-        a, b = b, a
-    if call.cls != "GeluAndMul":
-        return a, b, activations.silu
-    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    return a, b, activations.gelu if kind in ("none", "gelu", "geglu") else activations.gelu_tanh
-
-
 def _gated(call: Call, s: SampledRows) -> Ways:
-    gate, up, f = gate_of(call)
+    gate, up, f = activations.gate_of(call)
     return {_GATE: s.round(f(gate[s.rows].double())) * up[s.rows].double()}
 
 
@@ -134,13 +118,10 @@ def _linear(call: Call, s: SampledRows) -> Ways:
 
 
 def _rotary(call: Call, s: SampledRows) -> Ways:
-    name, place = ("key", "2") if s.role in ("output.1", "inplace.key", "inplace.2") else ("query", "1")
-    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
-    dim = int(call.attr("rotary_dim", default=head))
+    neox, dim = rotary.way_of(call)
     angle, size = rotary.token_angles(call, dim)
     angle = angle[s.rows].unsqueeze(1)
-    x = call.tensor(name, place)[s.rows].double()
-    heads = x.reshape(len(x), -1, head)
+    heads = next(x[s.rows].double() for roles, _, x in rotary.query_and_key(call) if s.role in roles)
     turn, rest = heads[..., :dim], heads[..., dim:]
     cos, sin = s.round(size * angle.cos()), s.round(size * angle.sin())
     none = torch.zeros_like(cos)
@@ -180,7 +161,7 @@ def low_sums(call: Call, s: SampledRows, at: Tensor) -> Iterator[tuple[str, Tens
     rounded to it and then added in float32."""
     if int(call.attrs.get("tp_size", 1)) > 1 and call.attrs.get("reduce_results", True) and "Row" in call.cls:
         return  # a sum over ranks
-    x = call.tensor(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))
+    x = linear.input_of(call)
     weight = weight_of(call)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return
@@ -231,7 +212,7 @@ def of_grid(
     [rows, width]; share: of the numbers that it predicts. Nothing where it does not fit."""
     if role != "output.0":
         return {}
-    if is_norm(call.cls) and share > _FITS / 2:
+    if is_norm(call) and share > _FITS / 2:
         low, high = _common(v, captured, s, 1 if way == ONCE else 1 + min(_LOST, v.shape[1] // 64))
         wide = high - low
         good = torch.isfinite(wide) & (wide > 0)
@@ -240,7 +221,7 @@ def of_grid(
         low, high = low[good], high[good]
         g = torch.where((low > 0) | (high < 0), (low + high) / 2.0, 0.0)
         return {RSQRT: _measured(g, float((high - low).median()))}
-    if is_gated(call.cls) and share > _FITS:
+    if is_gated(call) and share > _FITS:
         usable = torch.isfinite(v) & (v != 0)
         coarse = float((steps(s.y, s.dtype)[usable] / v[usable].abs()).mean()) if bool(usable.any()) else 0.0
         # a number rounds otherwise with the probability of its error in steps, whatever that error's distribution
@@ -268,12 +249,12 @@ def _measured(g: Tensor, resolution: float) -> Measured:
 def of_float32(call: Call, role: str, s: SampledRows, captured: Tensor, noise: Tensor | None) -> dict[str, Measured]:
     if role != "output.0":
         return {}
-    if is_norm(call.cls):
+    if is_norm(call):
         return {RSQRT: _measured(_projected(s.y, captured), 2.0**-23)}
-    if is_gated(call.cls):
+    if is_gated(call):
         e = _relative(s.y, captured)
         return {ACTIVATION: _measured(e, 2.0**-23)} if len(e) else {}
-    if is_product(call.cls) and noise is not None:
+    if is_product(call) and noise is not None:
         floor = noise.expand(s.y.shape)
         e = torch.where(floor > 0, (captured - s.y) / floor, 0.0).flatten()
         return {SUMS: (float(len(e)), float((e.abs() > 8).sum()), float((e * e).sum()), float((e > 8).sum()), 0.0)}
@@ -297,11 +278,11 @@ def would_float32(
     plan."""
     if role != "output.0":
         return {}
-    if is_norm(call.cls):
+    if is_norm(call):
         g = _projected(y, mine)
         if bool((g.abs() <= MOST).all()):
             return {RSQRT: judge(y * (1.0 + g[:, None]), None).severity}
-    if is_gated(call.cls):
+    if is_gated(call):
         e = _relative(y, mine)
         if len(e) and bool((e.abs() <= MOST).all()) and not _smooth(call, y, mine, rows):
             return {ACTIVATION: judge(y, e.square().mean().sqrt() * y.abs()).severity}
@@ -311,7 +292,7 @@ def would_float32(
 def _smooth(call: Call, y: Tensor, mine: Tensor, rows: Tensor) -> bool:
     """Whether a polynomial of the activation's argument explains the error."""
     try:
-        x = gate_of(call)[0][rows].double()
+        x = activations.gate_of(call)[0][rows].double()
     except (Declined, RuntimeError, ValueError, IndexError):
         return True
     clear = (y.abs() > 2.0**-100) & torch.isfinite(mine)
@@ -381,20 +362,20 @@ def look(
     right, q, usable = _predicted(values, captured, s)
     best = _best(right)
     share = float(right[best].double().mean()) if right.shape[1] else 1.0
-    if share < _FITS and is_product(call.cls):
+    if share < _FITS and is_product(call):
         more = _low(call, s, captured)
         names, right = [*names, *more[0]], more[1] if more[0] else right
         best = _best(right)
     ups: tuple[tuple[int, int], ...] = ()
     out = 0
-    if share < _STRAYS and best // 3 < len(values) and family_of(call.cls) is not None:
+    if share < _STRAYS and best // 3 < len(values) and family_of(call) is not None:
         clear = torch.ones_like(usable) if noise is None or len(values) > 1 else noise[at] < _SMALL * steps(s.y, dtype)
         ups, out = _fractions(q[best // 3], clear, captured, s)
     way = min(best // 3, len(values) - 1)
     found = of_grid(call, role, names[way], values[way], captured, s, share)
     if not passed:
         would |= _would(call, role, y, rows, dtype, judge)
-    x = call.maybe(*_INPUT) if is_product(call.cls) else None
+    x = call.maybe(*linear.INPUT) if is_product(call) else None
     terms = int(x.shape[-1]) if x is not None else 0
     return Evidence(tuple(names), _histogram(right), ups, out, (kept, flushed), found, would, terms)
 
@@ -480,10 +461,10 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
     """Habit → measured / allowed where that is what the machine does."""
     half = 0.5 * steps(torch.where(torch.isfinite(y), y, 0.0), dtype) * torch.sign(y)
     found = {"away": judge(y + half, None).severity}
-    if role != "output.0" or not is_product(call.cls):
+    if role != "output.0" or not is_product(call):
         return found
     try:
-        x = call.wide(*_INPUT, "1")
+        x = linear.input_of(call).double()
         weight = weight_of(call)
         x = x.reshape(-1, x.shape[-1])[rows]
         squares = torch.cat([(x * x) @ (part * part).T for _, part in widened(weight)], 1)

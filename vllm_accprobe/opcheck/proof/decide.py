@@ -356,7 +356,17 @@ def _cleared(origin: OriginEntry, rows: _Rows) -> bool:
     no inference: a replay reads them from each side, right or wrong."""
     inferred = origin.get("tier") != PROVED and not origin.get("setting")
     tap, role = str(origin["module"]), str(origin.get("role", ""))
-    return inferred and role.startswith("output") and not rows.why_not_all(tap, role)
+    made = role.startswith("output") or _is_made_inside(tap, role, str(origin.get("class")))
+    return inferred and made and not rows.why_not_all(tap, role)
+
+
+def _is_made_inside(tap: str, role: str, cls: str) -> bool:
+    """Whether a recurrence computes that place, where no module is: what a module inside reads."""
+    from vllm_accprobe.opcheck.references.mixers import KINDS
+
+    kind = KINDS.get(cls)
+    inside = role.removeprefix(f"{tap}.").replace("/input.", "/")
+    return kind is not None and inside in kind.made
 
 
 def _is_compared(b: ReplayFinding, result: Comparison) -> bool:

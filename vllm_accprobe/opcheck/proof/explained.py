@@ -13,14 +13,15 @@ Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.derived import Derived, Relations, plain
+from vllm_accprobe.align.derived import Derived, Relations, plain, spread
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
@@ -111,9 +112,11 @@ def explain(
     if not wanted and not taps:
         return Explained()
     plan = planned()
+    rows_of = [{(r.rank, r.step, r.seq): r for u in plan.units for g in getattr(u, side) for r in spread(g.records)}
+               for side in ("golden", "mine")]  # fmt: skip
     sides = (
-        _Replayed(golden, plan.tokens.golden, checked[0]),
-        _Replayed(mine, plan.tokens.mine, checked[1], otherwise or {}),
+        _Replayed(golden, plan.tokens.golden, checked[0], {}, rows_of[0]),
+        _Replayed(mine, plan.tokens.mine, checked[1], otherwise or {}, rows_of[1]),
     )
     rows: dict[str, Ranges] = {}
     why: dict[str, str] = {}
@@ -122,7 +125,7 @@ def explain(
         place_of(*u.key) in wanted or u.key[0] in inside or not inside.isdisjoint(enclosing(u.key[0])))]  # fmt: skip
     right: Callable[[Unit], tuple[np.ndarray, str]] | None = None
     for unit in units:
-        if computed is None or not unit.key[1].startswith(("output", "inplace")):
+        if computed is None:
             continue
         if sides[0].groups(unit.golden)[2] not in ("", WRONG) and not sides[1].groups(unit.mine)[2]:
             right = right or computed(plan)
@@ -149,8 +152,11 @@ class _Replayed:
     """One dump: which of its records are explained, and why the others are not."""
 
     def __init__(
-        self, dump: Dump, rows: SideRows, checked: Iterable[CheckResult], otherwise: Mapping[str, str] = _NO_REASONS
+        self, dump: Dump, rows: SideRows, checked: Iterable[CheckResult], otherwise: Mapping[str, str] = _NO_REASONS,
+        spread: Mapping[tuple[int, int | None, int], Derived] = MappingProxyType({}),
     ):  # fmt: skip
+        """spread: tensors without rows in the dump, as the plan has them (align/derived.with_rows)."""
+        self._spread = spread
         self._dump, self._rows, self._otherwise = dump, rows, otherwise
         self._unsummed = unsummed(dump)
         self._right: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
@@ -237,7 +243,8 @@ class _Replayed:
             keys, left = self._keys(r), self._right[at]
             if keys is None:
                 return (None, self._why[at]) if left else (_NONE, "")
-            return np.delete(keys, [n for n in left if n < len(keys)]), self._why.get(at, "")
+            heads = self._spread[at].shape[1] if at in self._spread else 1
+            return np.delete(keys, [n // heads for n in left if n // heads < len(keys)]), self._why.get(at, "")
         handed_on = self._handed_on(r)
         if handed_on is not None and self._why.get(at) != WRONG:
             return self.record(handed_on)
@@ -273,7 +280,9 @@ class _Replayed:
             self._relations = moment, Relations(self._dump, rows=None)
         before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]
         shown = {str(x.seq): _OfRecord(x) for x in before}
-        relation = self._relations[1].explain(_OfRecord(r), list(shown.items()))
+        flat = [replace(r, shape=(r.shape[0], math.prod(r.shape[1:])))] if len(r.shape) > 2 and not r.row_dim else []
+        found = (self._relations[1].explain(_OfRecord(one), list(shown.items())) for one in (r, *flat))
+        relation = next((each for each in found if each is not None), None)
         return [] if relation is None else [shown[name].record for name in relation.takes]
 
     def _index(self, moment: tuple[int, int | None]) -> None:
@@ -292,6 +301,7 @@ class _Replayed:
 
     def _keys(self, r: Record) -> np.ndarray | None:
         """The row keys of a tensor, None where it has no rows."""
+        r = self._spread.get((r.rank, r.step, r.seq), r)
         if r.rows is None or r.step is None:
             return None
         rows = self._rows.rows.get((self._rows.cells.get(r.rank, 0), r.step, r.rows))

@@ -23,10 +23,12 @@ import torch
 
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.derived import plain
+from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Meeting, Plan
+from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
@@ -37,6 +39,7 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Gradien
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references.mixers import KINDS
 from vllm_accprobe.opcheck.run.pair import LEFT, MOST
 
 _NONE = np.zeros(0, np.int64)
@@ -59,6 +62,16 @@ class GoldenReads:
         """(keys of the rows of an output whose golden values are what the reference makes of golden's reads, why some
         were not checked or "")."""
         tap, role, call = unit.key
+        if not role.startswith("input."):
+            return self._of(tap, role, call)
+        around = (t for t in enclosing(tap) if (0, t) in self._calls.by_tap and self._calls.cls_of(0, t) in KINDS)
+        for outer in around:  # what a recurrence made is an input of a module inside (references/mixers.py)
+            keys, left = self._of(outer, f"{INSIDE}{tap.removeprefix(outer)[1:]}/{role.removeprefix('input.')}", call)
+            if len(keys) or left:
+                return keys, left
+        return _NONE, ""
+
+    def _of(self, tap: str, role: str, call: int) -> tuple[np.ndarray, str]:
         if tap not in self._known:
             self._known[tap] = self._computed(tap) if (0, tap) in self._calls.by_tap else {}
         return self._known[tap].get((role, call), _NONE), LEFT if tap in self._left else ""
@@ -122,7 +135,7 @@ class _InMine(Calls):
         self._known: dict[Key, _Groups] = {}
 
     def _groups(self, record: Record) -> _Groups:
-        key = record.tap, record.role, record.call
+        key = record.tap, record.role.rpartition("/")[2], record.call  # of a module inside: norm/input.x
         if key not in self._known:
             unit = self._units.get(key)
             self._known[key] = _Groups(unit, self._indices) if unit is not None else _NO_GROUPS

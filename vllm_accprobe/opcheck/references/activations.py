@@ -24,7 +24,7 @@ from vllm_accprobe.opcheck.reference import Call, Expected, combined, decline_if
 from vllm_accprobe.opcheck.references.parts import Arguments, vendor
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, once, subnormal
 
-_X = ("x", "input_", "input", "hidden_states", "0")
+INPUT = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
 """Spellings of GELU by tanh."""
 _CANCELS = 2.0**-22
@@ -133,10 +133,16 @@ def _gated_operator(call: Call) -> str:
     return "gelu_tanh_and_mul" if call.cls == "GeluAndMul" and by_tanh(call) else _GATED[call.cls]
 
 
+def gate_of(call: Call) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """(gate, up, what activates the gate) of a module, its input's dtype. Raises Declined."""
+    name, (a, b) = _gated_operator(call), call.tensor(*INPUT).chunk(2, -1)
+    return (b, a, silu) if name == "mul_and_silu" else (a, b, _OPERATORS[name])
+
+
 @reference(*_GATED, by_rows=True)
 def gated_module(call: Call) -> Expected:
     name = _gated_operator(call)
-    return gated(call.wide(*_X), _OPERATORS[name], call.unit, gate_first=name != "mul_and_silu")
+    return gated(call.wide(*INPUT), _OPERATORS[name], call.unit, gate_first=name != "mul_and_silu")
 
 
 @reference(*(f"torch.ops._C.{name}" for name in _OPERATORS))
@@ -150,7 +156,7 @@ def operator(call: Call) -> dict[str, Expected]:
 
 @reference("SwigluOAIAndMul", by_rows=True)
 def swiglu_oai(call: Call) -> Expected:
-    x = call.wide(*_X)
+    x = call.wide(*INPUT)
     alpha, limit = float(call.attr("alpha", default=1.702)), float(call.attr("limit", default=7.0))
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     glu, size = gate * torch.sigmoid(alpha * gate), (up + 1.0).abs()
@@ -162,7 +168,7 @@ def swiglu_oai(call: Call) -> Expected:
     return Expected(y, noise, bound=(3.0 * call.unit + APPROXIMATE) * y.abs() + call.unit * most + early)
 
 
-_ALONE: dict[str, Callable[[Any], Any]] = {
+ALONE: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("SiLU", "SiLUActivation"), silu),
     **dict.fromkeys(("GELU", "GELUActivation"), gelu),
     **dict.fromkeys(("GELUTanh", "NewGELU", "NewGELUActivation", "FastGELU", "FastGELUActivation", "PytorchGELUTanh"),
@@ -174,19 +180,19 @@ _AT_ONCE: dict[str, Callable[[Any], Any]] = {"ReLU": torch.relu, "Sigmoid": torc
 """What is one function of the device: nothing is rounded on the way."""
 
 
-def _formula(call: Call) -> Callable[[Any], Any]:
-    f = _ALONE[call.cls]
+def formula_of(call: Call) -> Callable[[Any], Any]:
+    f = ALONE[call.cls]
     return gelu_tanh if f is gelu and call.attrs.get("approximate") == "tanh" else f
 
 
-@reference(*_ALONE, by_rows=True)
+@reference(*ALONE, by_rows=True)
 def by_itself(call: Call) -> Expected:
-    return alone(call.wide(*_X), _formula(call), call.unit)
+    return alone(call.wide(*INPUT), formula_of(call), call.unit)
 
 
 @reference(*_AT_ONCE, by_rows=True)
 def at_once(call: Call) -> Expected:
-    y = _AT_ONCE[call.cls](call.wide(*_X))
+    y = _AT_ONCE[call.cls](call.wide(*INPUT))
     return Expected(y, bound=torch.zeros((), dtype=torch.float64) if call.cls == "ReLU" else APPROXIMATE * y.abs())
 
 
@@ -199,22 +205,21 @@ _HERE: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
 
 @device_kernel(*_GATED)
 def gated_kernel(call: Call) -> Any:
-    x, name = call.tensor(*_X), _gated_operator(call)
+    x, name = call.tensor(*INPUT), _gated_operator(call)
     kernel = vendor(name)
     if kernel is not None and x.device.type != "cpu":
         out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
         kernel(out, x.contiguous())
         return out
-    a, b = x.chunk(2, -1)
-    act = _HERE[_OPERATORS[name]]
-    return a * act(b) if name == "mul_and_silu" else act(a) * b
+    gate, up, f = gate_of(call)
+    return _HERE[f](gate) * up
 
 
-@device_kernel(*_ALONE)
+@device_kernel(*ALONE)
 def by_itself_kernel(call: Call) -> Any:
-    return _HERE[_formula(call)](call.tensor(*_X))
+    return _HERE[formula_of(call)](call.tensor(*INPUT))
 
 
 @device_kernel(*_AT_ONCE)
 def at_once_kernel(call: Call) -> Any:
-    return _AT_ONCE[call.cls](call.tensor(*_X))
+    return _AT_ONCE[call.cls](call.tensor(*INPUT))

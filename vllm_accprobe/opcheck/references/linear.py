@@ -25,13 +25,18 @@ from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, cut_off, weight_of, widened
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, gamma, once, rounded, subnormal, summed
 
-_INPUT = ("input_", "x", "input", "hidden_states", "0")
+INPUT = ("input_", "x", "input", "hidden_states", "0")
 _BLOCK = 8
 """Chosen: rows of whole blocks. Measured: MKL on AVX-512 takes 4 at a time, of float64 and of float32."""
 _COARSE = 2.0**-12
 """Units of 16-bit outputs lie above this, that of float32 below."""
 _TINY = 2.0**-126
 """Least normal number of float32: a row of zeros has codes of zero."""
+
+
+def input_of(call: Call) -> Any:
+    """What is multiplied, in its own dtype. Raises Declined."""
+    return call.tensor(*INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))  # apply(layer, x)
 
 
 def product(x: Any, weight: Any, x_noise: Any | None = None, sizes: Any | None = None) -> Expected:
@@ -89,8 +94,7 @@ def in_blocks(x: Any, right: Any) -> Any:
 
 def partial(call: Call) -> Expected:
     """This rank's product, without a bias."""
-    x = call.wide(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))  # apply(layer, x)
-    weight = weight_of(call)
+    x, weight = input_of(call).double(), weight_of(call)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise Declined(f"weight {list(weight.shape)} does not fit an input of width {x.shape[-1]}")
     if weight.dtype != torch.float64:
@@ -105,7 +109,7 @@ def _with_cause(call: Call, y: Expected) -> Expected:
     mine = call.outputs.get("output.0")
     if mine is None or weight is None or weight.dtype != torch.int8 or scale is None:
         return y
-    x = call.wide(*_INPUT).reshape(-1, weight.shape[1])
+    x = input_of(call).double().reshape(-1, weight.shape[1])
     if scale.numel() not in (1, len(weight)) or y.value.shape[-1] != len(weight):
         return y
     step = activation_step(call, x).expand(len(x), 1).reshape(-1)
@@ -213,10 +217,8 @@ def linear_with_adapters(call: Call) -> dict[str, Expected]:
     """All rows, those without an adapter too. x: [rows, inputs]."""
     decline_if(int(call.attr("tp_size", default=1)) > 1, "an adapter that is cut over ranks")
     rows: RowAdapters | None = call.extra.get("adapters")
-    base = partial(call)
-    bias = None if call.attr("skip_bias_add", default=False) else param_if(call, "bias")
-    y = biased(base, bias, call.unit)
-    x = call.wide("input_", "x", "input", "hidden_states", "0")
+    y = biased(partial(call), _bias(call), call.unit)
+    x = input_of(call).double()
     if rows is None or x.dim() != 2 or len(rows.of_row) != len(x):
         raise Declined(NO_ADAPTER_KNOWN)
     value, noise, bound = (torch.zeros_like(y.value) for _ in range(3))
@@ -342,10 +344,9 @@ def linear_kernel(call: Call) -> dict[str, Any]:
     size = int(call.attr("tp_size", default=1))
     if size > 1 and (call.attrs.get("reduce_results") or call.attrs.get("gather_output")):
         raise Declined("adds up or gathers over ranks")
-    x = call.tensor(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))
     skipped = bool(call.attr("skip_bias_add", default=False))
     bias = call.params.get("bias") if int(call.attr("tp_rank", default=0)) == 0 or call.cls[:3] != "Row" else None
-    y = F.linear(x, weight_here(call), None if skipped else bias)
+    y = F.linear(input_of(call), weight_here(call), None if skipped else bias)
     found = {"output.0": y.to(call.outputs["output.0"].dtype)}
     return found | ({"output.1": bias} if skipped and bias is not None else {})
 

@@ -276,11 +276,14 @@ def fused_experts(call: Call) -> dict[str, Expected]:
 @reference("*TopKRouter", "*TopkRouter")
 def router(call: Call) -> dict[str, Expected]:
     """transformers' router: logits; and, from the captured logits, the weights of the experts that it chose."""
-    logits = call.outputs.get("output.0")
-    if logits is None or logits.dim() != 2:
-        raise Declined("its logits were not captured")
-    y = product(call.wide("hidden_states", "0").reshape(len(logits), -1), call.param("weight"))
-    found = {"output.0": biased(y, param_if(call, "bias"), call.unit)}
+    weight = call.param("weight")
+    fits = (role for role, t in call.outputs.items() if t.is_floating_point() and t.shape[1:] == weight.shape[:1])
+    role = next(fits, "")  # Granite's gives the chosen experts first
+    logits = required(call.outputs.get(role), "its logits were not captured")
+    y = product(call.wide("hidden_states", "0").reshape(len(logits), -1), weight)
+    found = {role: biased(y, param_if(call, "bias"), call.unit)}
+    if role != "output.0":
+        return found
     weights, ids = call.outputs.get("output.1"), call.outputs.get("output.2")
     if weights is None or ids is None or weights.shape != ids.shape:
         return found

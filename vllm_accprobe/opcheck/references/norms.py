@@ -42,6 +42,7 @@ _OF_CONFIG = {
     "GroupNorm": ("group_norm_eps", "norm_eps", "norm_epsilon"),
 }
 """By what a norm's class ends with, where config.json has its epsilon."""
+INPUT, RESIDUAL = ("x", "hidden_states", "input", "0"), ("residual", "1")
 _SHARED = 0.5
 """Units: rounding x / rms to the model's dtype, where the rms is near 1, moves all of a row the same way."""
 
@@ -62,8 +63,10 @@ def layer_norm(x: Any, weight: Any | None, bias: Any | None, eps: float) -> Any:
 
 @dataclass(frozen=True)
 class NormParts:
-    """A norm as y = scaled / sqrt(power + eps) + bias; float64, rows [..., n] and power [..., 1]."""
+    """A norm as y = scaled / sqrt(power + eps) + bias; float64, rows [..., n] and power [..., 1]. x: what is squared:
+    with its residual, and without its mean where the norm takes that off."""
 
+    x: Any
     scaled: Any
     power: Any
     bias: Any
@@ -84,12 +87,13 @@ def kind_of(call: Call) -> str | None:
     return "LayerNorm" if centred else "RMSNorm" if by_squares else named
 
 
-def _by_code(call: Call, y: Expected) -> Expected:
-    """``y``, which says so where the source decided against the name."""
-    return replace(y, source=y.source or OTHER_NAME) if kind_of(call) != _ending(call.cls) else y
-
-
 OTHER_NAME = "its formula is that of its own source code, which is another than its class's name says"
+
+
+def known_as(call: Call) -> str:
+    """Its class; of a norm whose source decides against the name, the kind that it is."""
+    kind = kind_of(call)
+    return call.cls if kind is None or kind == _ending(call.cls) else kind
 
 
 def is_norm(cls: str) -> bool:
@@ -103,29 +107,30 @@ def configured(config: Mapping[str, Any], cls: str) -> float | None:
     return next((float(v) for v in found if isinstance(v, (int, float)) and not isinstance(v, bool)), None)
 
 
+def weight_of(call: Call) -> Any | None:
+    """What the normalised is multiplied by, float64; None for nothing. Raises Declined where it was packed."""
+    weight = param_if(call, "weight")
+    return None if weight is None else weight + offset_of(call)
+
+
 def parts_of(call: Call) -> NormParts | None:
     """A norm's call without its epsilon; None where a tensor is missing or the class is no norm."""
-    kind, x = kind_of(call), call.maybe("x", "hidden_states", "input", "0")
+    kind, x = kind_of(call), call.maybe(*INPUT)
     if kind is None or x is None:
         return None
-    x, bias = x.double(), torch.zeros((), dtype=torch.float64)
+    x, shape, residual = x.double(), x.shape, call.maybe(*RESIDUAL)
     try:
-        weight, shift = param_if(call, "weight"), param_if(call, "bias")
+        weight, bias = weight_of(call), param_if(call, "bias")
         if kind == "RMSNorm":
-            residual = call.maybe("residual", "1")
-            x = x if residual is None else x + residual.double()
-            scaled = x if weight is None else x * (weight + offset_of(call))
-            return NormParts(scaled, (x * x).mean(-1, keepdim=True), bias)
-        shape = x.shape
-        if kind == "GroupNorm":
-            x = x.reshape(shape[0], int(call.attr("num_groups")), -1)
-        centred = x - x.mean(-1, keepdim=True)
-        power = (centred * centred).mean(-1, keepdim=True)
-        if kind == "GroupNorm":
-            along = (1, -1, *[1] * (len(shape) - 2))
-            weight, shift = (None if t is None else t.reshape(along).expand(shape).reshape(x.shape)
-                             for t in (weight, shift))  # fmt: skip
-        return NormParts(centred if weight is None else centred * weight, power, bias if shift is None else shift)
+            x, bias = x if residual is None else x + residual.double(), None
+        elif kind == "GroupNorm":
+            x, along = x.reshape(shape[0], int(call.attr("num_groups")), -1), (1, -1, *[1] * (len(shape) - 2))
+            weight, bias = (None if t is None else t.reshape(along).expand(shape).reshape(x.shape)
+                            for t in (weight, bias))  # fmt: skip
+        x = x if kind == "RMSNorm" else x - x.mean(-1, keepdim=True)
+        scaled = x if weight is None else x * weight
+        zero = torch.zeros((), dtype=torch.float64)
+        return NormParts(x, scaled, (x * x).mean(-1, keepdim=True), zero if bias is None else bias)
     except (Declined, RuntimeError):
         return None
 
@@ -172,7 +177,7 @@ def fused(
 def offset_of(call: Call) -> float:
     """What is added to the weight, by the source where it was read. By name: Gemma's norms weigh with 1 + w, but for
     the latest, which do as everybody else."""
-    words, cls = call.attrs.get(CODE) or (), call.cls
+    words, cls = call.attrs.get(CODE) or (), call.cls.removeprefix("TPAware")  # vLLM's backend for transformers
     if "mean" in words or ONE_PLUS_WEIGHT in words:
         return float(ONE_PLUS_WEIGHT in words)
     gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
@@ -243,19 +248,27 @@ def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> E
     return within_float32(Expected(y, noise, common=_SHARED * unit, bound=most), p)
 
 
-@reference("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
-def rms(call: Call) -> dict[str, Expected]:
-    return _layer(call) if kind_of(call) == "LayerNorm" else _rms(call)
+_NAMES = ("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", "LayerNorm",
+          "*LayerNorm")  # fmt: skip
 
 
-def _rms(call: Call) -> dict[str, Expected]:
-    x = call.wide("x", "hidden_states", "input", "0")
-    eps, note = epsilon(call)
-    weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
-    weight = None if weight is None else weight + offset_of(call)
-    residual = None if residual is None else residual.double()
-    y, total = fused(x, residual, weight, eps, call.unit, note)
-    return {"output.0": _by_code(call, _with_source(call, y))} | ({} if total is None else {"output.1": total})
+@reference(*_NAMES, by_rows=True)
+def norm(call: Call) -> dict[str, Expected]:
+    """RMSNorm or LayerNorm."""
+    x, weight = call.wide(*INPUT), weight_of(call)
+    if kind_of(call) == "RMSNorm":
+        (eps, note), residual = epsilon(call), call.maybe(*RESIDUAL)
+        y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
+        more = {} if total is None else {"output.1": total}
+    else:
+        shape = call.attr("normalized_shape", default=[x.shape[-1]])
+        dims = len(shape) if isinstance(shape, (list, tuple)) else 1
+        y = layer_normed(x, weight, param_if(call, "bias"), _own(call), call.unit, dims)
+        residual = call.maybe("residuals", "residual") if "output.1" in call.outputs else None
+        more = {} if residual is None else {"output.1": equal(residual)}  # Cohere's hands them on
+    y = _with_source(call, y)
+    y = replace(y, source=y.source or OTHER_NAME) if known_as(call) != call.cls else y
+    return {"output.0": y} | more
 
 
 @reference("MiniMaxText01RMSNormTP")
@@ -289,13 +302,16 @@ _GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 @reference("RMSNormGated", "*RMSNormGated")
 def gated_rms(call: Call) -> Expected:
-    x = call.wide("x", "hidden_states", "0")
-    eps, weight = float(call.attr(*EPSILONS)), param_if(call, "weight")
-    z = call.maybe("z", "gate", "g", "1")
-    words = set(call.attrs.get(CODE) or ())
-    decline_if(bool(words & {"view", "reshape"}), "its source norms groups of channels")
+    """Over groups of ``group_size`` channels where it has them."""
+    x, z = call.wide("x", "hidden_states", "0"), call.maybe("z", "gate", "g", "1")
+    eps, weight, words = float(call.attr(*EPSILONS)), param_if(call, "weight"), set(call.attrs.get(CODE) or ())
+    grouped, width = call.attrs.get("group_size"), x.shape[-1]
+    decline_if(not grouped and bool(words & {"view", "reshape"}), "its source norms groups of channels")
+    size = int(grouped or width)
+    decline_if(size < 1 or width % size, "its channels are no multiple of its groups")
+    x, weight = (None if t is None else t.unflatten(-1, (-1, size)) for t in (x, weight))
     if z is None:
-        return rms_normed(x, weight, eps, call.unit)
+        return rms_normed(x, weight, eps, call.unit).map(lambda t: t.flatten(-2))
     if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
         raise Declined("attribute norm_before_gate was not recorded")
     named = words or {str(call.attrs.get("activation", "silu"))}
@@ -304,17 +320,18 @@ def gated_rms(call: Call) -> Expected:
     # z * sigmoid(z), in whatever words, is silu
     spelled = bool(words) and torch.sigmoid in gates and call.attrs.get("activation") != "sigmoid"
     decline_if(spelled, "its source takes a sigmoid, alone or as a part of silu")
-    gate = gates.pop()(z.double())
+    gate = gates.pop()(z.double()).unflatten(-1, (-1, size))
     if GATE_FIRST in words or not call.attr("norm_before_gate", default=True):
         decline_if(not named & {"silu", "swish"}, "its source norms behind another gate than silu")
-        return gate_first(x * gate, x, weight, eps, call.unit)
+        return gate_first(x * gate, x, weight, eps, call.unit).map(lambda t: t.flatten(-2))
     normal = rms_norm(x, weight, eps)
     y = normal * gate
     # the gate, x / rms and the normed may be rounded
     least = subnormal(call.unit, (1.0 if weight is None else 1.0 + weight.abs()) * gate.abs() + normal.abs())
     noise = ROUNDED * (2.0**0.5 * call.unit * y.abs() + least)
-    bound = (3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * y.abs() + least
-    return within_float32(Expected(y, noise, common=_SHARED * call.unit, bound=bound), x)
+    bound = (3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(size + 4)) * y.abs() + least
+    y = within_float32(Expected(y, noise, common=_SHARED * call.unit, bound=bound), x)
+    return y.map(lambda t: t.flatten(-2))
 
 
 def rms_gradient(up: Any, x: Any, weight: Any, rstd: Any, unit: float) -> tuple[Expected, Expected]:
@@ -369,25 +386,6 @@ def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps:
     return replace(y.map(lambda t: t * by), value=value if bias is None else value + bias.reshape(shape))
 
 
-@reference("LayerNorm", "*LayerNorm", by_rows=True)
-def layer(call: Call) -> dict[str, Expected]:
-    return _rms(call) if kind_of(call) == "RMSNorm" else _layer(call)
-
-
-def _layer(call: Call) -> dict[str, Expected]:
-    """Cohere's hands on the residuals that it gets, too."""
-    x = call.wide("input", "x", "hidden_states", "0")
-    shape = call.attr("normalized_shape", default=[x.shape[-1]])
-    dims = len(shape) if isinstance(shape, (list, tuple)) else 1
-    bias, eps, weight = param_if(call, "bias"), _own(call), param_if(call, "weight")
-    weight = weight + 1.0 if weight is not None and ONE_PLUS_WEIGHT in (call.attrs.get(CODE) or ()) else weight
-    y = layer_normed(x, weight, bias, eps, call.unit, dims)
-    found = {"output.0": _by_code(call, _with_source(call, y))}
-    if "output.1" in call.outputs and (residual := call.maybe("residuals", "residual")) is not None:
-        found["output.1"] = equal(residual)
-    return found
-
-
 @reference("GroupNorm")
 def group(call: Call) -> Expected:
     x, weight, bias = call.wide("input", "x", "0"), param_if(call, "weight"), param_if(call, "bias")
@@ -425,31 +423,24 @@ def _rms_here(x: Any, weight: Any | None, eps: float) -> Any:
     return (y if weight is None else y * weight.float()).to(x.dtype)
 
 
-@device_kernel("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm")
-def rms_kernel(call: Call) -> dict[str, Any]:
-    x, eps = call.tensor("x", "hidden_states", "input", "0"), float(call.attr(*EPSILONS))
-    w, residual, kernel = call.params.get("weight"), call.maybe("residual", "1"), vendor("rms_norm")
+@device_kernel(*_NAMES)
+def norm_kernel(call: Call) -> dict[str, Any]:
+    x, w, eps = call.tensor(*INPUT), call.params.get("weight"), float(call.attr(*EPSILONS))
+    w = w if w is None or not offset_of(call) else 1.0 + weight_here(call).float()
+    if kind_of(call) != "RMSNorm":
+        shape = call.attr("normalized_shape", default=[x.shape[-1]])
+        shape = list(shape) if isinstance(shape, (list, tuple)) else [int(shape)]
+        return {"output.0": F.layer_norm(x, shape, None if w is None else w.to(x.dtype), call.params.get("bias"), eps)}
+    residual, kernel = call.maybe(*RESIDUAL), vendor("rms_norm")
     total = x if residual is None else x + residual
     more = {} if residual is None else {"output.1": total}
     if offset_of(call):
-        return {"output.0": _rms_here(total.float(), 1.0 + weight_here(call).float(), eps).to(x.dtype)} | more
+        return {"output.0": _rms_here(total.float(), w, eps).to(x.dtype)} | more
     if residual is None and kernel is not None and w is not None and x.dim() == 2 and x.device.type != "cpu":
         out = torch.empty_like(x)
         kernel(out, x.contiguous(), w, eps)
         return {"output.0": out}
     return {"output.0": _rms_here(total, w, eps)} | more
-
-
-@device_kernel("LayerNorm", "*LayerNorm")
-def layer_kernel(call: Call) -> Any:
-    if kind_of(call) == "RMSNorm":
-        return rms_kernel(call)
-    x = call.tensor("input", "x", "hidden_states", "0")
-    w, b = call.params.get("weight"), call.params.get("bias")
-    w = w + 1.0 if w is not None and ONE_PLUS_WEIGHT in (call.attrs.get(CODE) or ()) else w
-    shape = call.attr("normalized_shape", default=[x.shape[-1]])
-    shape = list(shape) if isinstance(shape, (list, tuple)) else [int(shape)]
-    return F.layer_norm(x, shape, w, b, float(call.attr(*EPSILONS)))
 
 
 @device_kernel("GroupNorm")

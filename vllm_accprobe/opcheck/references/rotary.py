@@ -187,7 +187,7 @@ def rotary(call: Call) -> dict[str, Expected]:
     """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
     if "inv_freq" in call.params and call.maybe("query", "1") is None:
         return _frequencies_of_transformers(call)
-    neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
+    neox, dim = way_of(call)
     cache = call.params.get("cos_sin_cache")
     step = call.unit if cache is None else max(unit_of(cache), call.unit)
     angle, size = token_angles(call, dim)
@@ -200,8 +200,16 @@ def rotary(call: Call) -> dict[str, Expected]:
     return found
 
 
-def _rotary_dim(call: Call) -> int:
-    return int(call.attr("rotary_dim", default=int(call.attr("head_size"))))
+def way_of(call: Call) -> tuple[bool, int]:
+    """(whether pairs are halves, how many channels of a head turn)."""
+    head = int(call.attr("head_size"))
+    return bool(call.attr("is_neox_style", default=True)), int(call.attr("rotary_dim", default=head))
+
+
+def by_table(call: Call, heads: Any, cos: Any, sin: Any) -> Any:
+    """Heads [tokens, heads, size] turned by cos and sin [tokens, 1, d / 2]; channels behind those pass through."""
+    neox, dim = way_of(call)
+    return torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1)
 
 
 def query_and_key(call: Call) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -255,11 +263,9 @@ def rotary_embedding(call: Call) -> dict[str, Expected]:
 @device_kernel("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
 def rotary_kernel(call: Call) -> dict[str, Any]:
     """Cosines and sines in float64 on the CPU, rounded to the dtype; the rotation itself on the device."""
-    neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
-    angle, size = token_angles(on(call, "cpu"), dim)
+    angle, size = token_angles(on(call, "cpu"), way_of(call)[1])
     found: dict[str, Any] = {}
     for roles, x, heads in query_and_key(call):
         cos, sin = ((size * f(angle)).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
-        y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1)
-        found |= dict.fromkeys(roles, y.reshape(x.shape))
+        found |= dict.fromkeys(roles, by_table(call, heads, cos, sin).reshape(x.shape))
     return found

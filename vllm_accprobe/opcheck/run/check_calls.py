@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +28,12 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
 from vllm_accprobe.opcheck.compat import ait
-from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
-from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_call
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers, stacked
+from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_each
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
 from vllm_accprobe.opcheck.habits.look import due, look
-from vllm_accprobe.opcheck.measures import measure
+from vllm_accprobe.opcheck.measures import measure, measure_each
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references.gradients import differentiated, exact_gradients, grad, leaves_of
@@ -52,6 +53,7 @@ from vllm_accprobe.opcheck.run.result_row import (
 )
 from vllm_accprobe.standards import find
 from vllm_accprobe.standards.declaration import OUTPUT
+from vllm_accprobe.standards.measures import Measures
 
 _ROLE = "grad."
 
@@ -174,18 +176,84 @@ class Options:
 def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[CheckResult]:
     """The rows of one tap, call by call; then those of its outputs that only all calls together show to be wrong."""
     pools = Pools()
-    for captured in calls.of(rank, tap):
-        if options.wants(captured):
-            yield from check_call(calls.dump, captured, evaluate, options, pools)
+    found = filter(options.wants, calls.of(rank, tap))
+    for _, rows in check_calls(calls.dump, ((c, [ToCheck(c, evaluate, options, pools)]) for c in found)):
+        yield from rows
     if options.standard == OURS:
         yield from pools.rows(options.budget)
+
+
+class ToCheck(NamedTuple):
+    """A call, what gives its reference's outputs, and the pools that its rows are added to."""
+
+    captured: Captured
+    evaluate: Evaluate
+    options: Options
+    pools: Pools | None = None
 
 
 def check_call(
     dump: Dump, captured: Captured, evaluate: Evaluate, options: Options, pools: Pools | None = None
 ) -> Iterator[CheckResult]:
-    """The rows of one call: one per output that was captured; one that says why, where there is no reference. pools:
-    what they are added to."""
+    """`check_calls` of one."""
+    for _, rows in check_calls(dump, [(captured, [ToCheck(captured, evaluate, options, pools)])]):
+        yield from rows
+
+
+@dataclass
+class _Output:
+    """One output of a call whose reference is known. record, expected, mine: of the output, or of its rows from
+    ``first`` on; cut: it is judged some rows at a time. The others: what is found of it."""
+
+    to: ToCheck
+    role: str
+    record: Record
+    expected: Expected
+    mine: Any
+    first: int = 0
+    cut: bool = False
+    rows: Any = None
+    dtype: str = ""
+    verdict: Any = None
+    measures: Measures | None = None
+    smallest: Smallest | None = None
+
+    def without(self, status: str, why: str) -> CheckResult:
+        return without_verdict(self.to.captured, self.record.role, self.record, status, why)
+
+
+_Rows = list["CheckResult | _Output"]
+_TOGETHER = 1 << 17
+"""Chosen: elements of outputs that are judged together: 8 MiB of what a verdict keeps, and as much is worked on."""
+_UNFIT = (ValueError, RuntimeError, DumpError)
+
+
+def check_calls(
+    dump: Dump, calls: Iterable[tuple[Captured, Iterable[CheckResult | ToCheck]]],
+    begins: Callable[[], object] | None = lambda: None,
+) -> Iterator[tuple[Captured, list[CheckResult]]]:  # fmt: skip
+    """The rows of each call, in their order: one per output that was captured; one that says why, where there is no
+    reference. Outputs of one form are judged together, because what is done once for all of them takes most of the time
+    for few rows. calls: each with what is to be checked, and rows that it has besides. begins: called before several
+    calls are judged; None: each is judged alone."""
+    waiting: list[tuple[Captured, _Rows]] = []
+    size = 0
+    for captured, parts in calls:
+        rows = [row for part in parts for row in (_outputs(part) if isinstance(part, ToCheck) else [part])]
+        elements = sum(row.mine.numel() for row in rows if isinstance(row, _Output))
+        if waiting and size + elements > _TOGETHER:
+            yield from _judged(dump, waiting, begins)
+            waiting, size = [], 0
+        waiting.append((captured, rows))
+        size += elements
+        if begins is None or "cache" in captured.what.extra:  # which the next call changes
+            yield from _judged(dump, waiting, begins)
+            waiting, size = [], 0
+    yield from _judged(dump, waiting, begins)
+
+
+def _outputs(to: ToCheck) -> Iterator[CheckResult | _Output]:
+    captured = to.captured
     if captured.missing:
         yield without_verdict(captured, "", None, ERROR if captured.crashed else SKIP, captured.missing)
         return
@@ -193,7 +261,7 @@ def check_call(
     if not outputs:
         yield without_verdict(captured, "", None, SKIP, "nothing came out of it that was captured")
         return
-    expected = evaluate(captured)
+    expected = to.evaluate(captured)
     if isinstance(expected, Declined):
         yield without_verdict(captured, "", None, ERROR if expected.failed else SKIP, expected.reason)
         return
@@ -205,10 +273,15 @@ def check_call(
         if expected[role].failed:
             yield without_verdict(captured, record.role, record, ERROR, expected[role].reason)
             continue
+        mine = captured.what.outputs.get(role, captured.what.inputs.get(role.removeprefix("input.")))
+        found = _Output(to, role, record, expected[role], mine)
         try:
-            yield _output(dump, captured, role, record, expected[role], options, pools)
-        except (ValueError, RuntimeError, DumpError) as error:
-            yield without_verdict(captured, role, record, ERROR, f"the reference does not fit: {error}")
+            yield _ready(found)
+        except _UNFIT as error:
+            yield found.without(ERROR, f"{_NO_FIT}: {error}")
+
+
+_NO_FIT = "the reference does not fit"
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
@@ -221,100 +294,150 @@ _AT_ONCE = 1 << 19
 of each and works on as many again: 64 MiB."""
 
 
-def _output(
-    dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None
-) -> CheckResult:
-    """The row of one output; a large one is judged some rows at a time, each with its share of the chance."""
-    captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
-    plain = not options.measured and options.standard in (OURS, STRICT) and tuple(expected.value.shape) == record.shape
-    if not plain or record.row_dim or captured.numel() <= _AT_ONCE or captured.dim() < 2:
-        return _checked(dump, c, role, record, expected, options, pools, captured)
-    n = len(captured)
-    size = max(1, _AT_ONCE * n // captured.numel())
-    each = options.each_of(-(-n // size))
-    found = []
-    for a in range(0, n, size):
-        rows = slice(a, a + size)
-        noise, bound = (None if x is None else x.expand(captured.shape)[rows] for x in (expected.noise, expected.bound))
-        exact = None if expected.exact is None else expected.exact.reshape(captured.shape)[rows]
-        known = None if expected.rows is None else expected.rows[rows]
-        here = replace(expected, value=expected.value[rows], rows=known, noise=noise, bound=bound, exact=exact)
-        piece = replace(record, shape=(len(here.value), *record.shape[1:]))
-        how = each if not a else replace(each, habits=False)
-        row = _checked(dump, c, role, piece, here, how, pools, captured[rows], a)
-        if row.status == FAIL and how.habits != each.habits:  # one that failed is examined wherever it lies
-            row = _checked(dump, c, role, piece, here, each, pools, captured[rows], a)
-        found.append(row)
-    return merged(found, record.shape)
+def _ready(o: _Output) -> CheckResult | _Output:
+    """``o`` with its rows; the row where none has a reference."""
+    options, shape, expected = o.to.options, o.record.shape, o.expected
+    plain = not options.measured and options.standard in (OURS, STRICT) and tuple(expected.value.shape) == shape
+    o.cut = plain and not o.record.row_dim and o.mine.numel() > _AT_ONCE and o.mine.dim() > 1
+    return o if o.cut else _with_rows(o)
 
 
-def _checked(
-    dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None,
-    captured: Any, first: int = 0,
-) -> CheckResult:  # fmt: skip
-    """captured: the output, or its rows from ``first`` on, of which record and expected are."""
-    shape = record.shape
+def _with_rows(o: _Output) -> CheckResult | _Output:
+    shape, expected = o.record.shape, o.expected
     if tuple(expected.value.shape) != shape and _without_ones(expected.value.shape) == _without_ones(shape):
         noise, bound = (None if e is None else e.expand(expected.value.shape).reshape(shape)
                         for e in (expected.noise, expected.bound))  # fmt: skip
-        expected = replace(expected, value=expected.value.reshape(shape), noise=noise, bound=bound)
+        expected = o.expected = replace(expected, value=expected.value.reshape(shape), noise=noise, bound=bound)
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
-    row_dim = record.row_dim if record.rows is not None else 0
-    found = OutputRows.of(expected, captured, row_dim)
-    if not len(found.at) and expected.rows is not None:
-        return without_verdict(c, record.role, record, SKIP, expected.reason or "no row has a reference")
-    dtype = grid.name_of(captured)  # the record's, or the coarser one whose numbers it holds
-    reference, mine, exact, rows = found.reference, found.mine, found.exact, found.at
-    v = found.judge(dtype, chance=options.budget.output, strict=options.standard == STRICT)
-    evidence = ""
-    if options.habits and v.measure not in (EXACT, NONFINITE) and due(c.step, role, c.what, v.passed):
+    o.rows = OutputRows.of(expected, o.mine, o.record.row_dim if o.record.rows is not None else 0)
+    if not len(o.rows.at) and expected.rows is not None:
+        return o.without(SKIP, expected.reason or "no row has a reference")
+    o.dtype = grid.name_of(o.mine)  # the record's, or the coarser one whose numbers it holds
+    return o
 
-        def again(y: Any, more: Any) -> Verdict:
-            return judge(y, mine, dtype, noise=combined(found.noise, more), last=expected.unit, common=expected.common)
 
-        evidence = look(
-            c.what, role, reference if exact is None else exact, mine, dtype, noise=found.noise, rows=rows + first,
-            passed=v.passed, judge=again,
-        ).to_text()  # fmt: skip
-    measures = None
+def _judged(
+    dump: Dump, calls: list[tuple[Captured, _Rows]], begins: Callable[[], object] | None
+) -> Iterator[tuple[Captured, list[CheckResult]]]:
+    if begins is not None and len(calls) > 1:
+        begins()
+    groups: dict[Any, list[_Output]] = {}
+    for o in (o for _, rows in calls for o in rows if isinstance(o, _Output) and not o.cut):
+        key = o.dtype, o.to.options, o.to.pools is None, o.rows.alike()
+        groups.setdefault(key, []).append(o)
+    for group in groups.values():
+        try:
+            _judge(group)
+        except _UNFIT:  # one of them does not fit: each says whether it is that one
+            for o in group:
+                o.verdict = None
+    pooled: Pooled = []
+    done = [(captured, [r if isinstance(r, CheckResult) else _row(dump, r, pooled) for r in rows])
+            for captured, rows in calls]  # fmt: skip
+    _pool(pooled)
+    yield from done
+
+
+Pooled = list[tuple[Pools, CheckResult, Verdict]]
+"""What is to be added to pools, in order: together, because each addition looks up the errors that were met."""
+
+
+def _pool(pooled: Pooled) -> None:
+    for pools, some in groupby(pooled, lambda p: p[0]):
+        pools.add((row, v) for _, row, v in some)
+    pooled.clear()
+
+
+def _judge(group: Sequence[_Output]) -> None:
+    """Gives each its verdict, its measures and its smallest error. All have one form."""
+    options, dtype, found = group[0].to.options, group[0].dtype, stacked([o.rows for o in group])
+    verdicts = found.judge_each(dtype, chance=options.budget.output, strict=options.standard == STRICT)
     if options.measured or options.standard not in (OURS, STRICT):
-        measures = measure(reference.numpy(), mine.numpy(), dtype, kl=options.kl)
-    at = int(rows[v.row]) if v.row >= 0 else -1
-    request, position = place_of(dump, record, at + first + c.first if at >= 0 else at)
-    left = expected.reason if expected.rows is not None and len(rows) < len(expected.rows) else ""
-    count = len(rows) if expected.rows is None else len(expected.rows)
-    message = message_of(v, request, position, expected, len(rows))
-    what = record.role, record.dtype, record.shape, record.seq
-    row = judged(c, what, v, measures, (count, len(rows), left), message, (request, position))
+        each = measure_each(found.reference.numpy(), found.mine.numpy(), dtype, kl=options.kl)
+        for o, measures in zip(group, each, strict=True):
+            o.measures = measures
+    for o, v in zip(group, verdicts, strict=True):
+        o.verdict, o.smallest = v, EQUAL if v.measure == EXACT else None
+    if group[0].to.pools is not None and (some := [o for o in group if o.verdict.sums is not None]):
+        sizes = of_each([o.verdict.sums for o in some], options.budget.output)
+        for o, smallest in zip(some, sizes, strict=True):
+            o.smallest = smallest
+
+
+def _row(dump: Dump, o: _Output, pooled: Pooled) -> CheckResult:
+    try:
+        if o.cut:
+            return merged(list(_pieces(dump, o, pooled)), o.record.shape)
+        if o.verdict is None:
+            _judge([o])
+        return _settled(dump, o, pooled)
+    except _UNFIT as error:
+        return o.without(ERROR, f"{_NO_FIT}: {error}")
+
+
+def _pieces(dump: Dump, o: _Output, pooled: Pooled) -> Iterator[CheckResult]:
+    """The rows of a large output that is judged some rows at a time, each with its share of the chance."""
+    expected, mine, n = o.expected, o.mine, len(o.mine)
+    size = max(1, _AT_ONCE * n // mine.numel())
+    each = o.to.options.each_of(-(-n // size))
+    for a in range(0, n, size):
+        rows = slice(a, a + size)
+        noise, bound = (None if x is None else x.expand(mine.shape)[rows] for x in (expected.noise, expected.bound))
+        exact = None if expected.exact is None else expected.exact.reshape(mine.shape)[rows]
+        known = None if expected.rows is None else expected.rows[rows]
+        here = replace(expected, value=expected.value[rows], rows=known, noise=noise, bound=bound, exact=exact)
+        piece = replace(o.record, shape=(len(here.value), *o.record.shape[1:]))
+        part = _Output(o.to._replace(options=each), o.role, piece, here, mine[rows], a)
+        found = _with_rows(part)
+        if not isinstance(found, CheckResult):
+            _judge([part])
+            found = _settled(dump, part, pooled, examined=not a or not (part.verdict.passed or here.only_measured))
+        _pool(pooled)  # what is kept of so large ones until then is large
+        yield found
+
+
+def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> CheckResult:
+    """examined: whether how it was computed may be."""
+    c, record, expected, (_, _, options, pools) = o.to.captured, o.record, o.expected, o.to
+    reference, mine, rows, v = o.rows.reference, o.rows.mine, o.rows.at, o.verdict
     more: dict[str, Any] = {"by_name": expected.by_name}
+    if examined and options.habits and v.measure not in (EXACT, NONFINITE) and due(c.step, o.role, c.what, v.passed):
+
+        def again(y: Any, extra: Any) -> Verdict:
+            noise = combined(o.rows.noise, extra)
+            return judge(y, mine, o.dtype, noise=noise, last=expected.unit, common=expected.common)
+
+        more["evidence"] = look(
+            c.what, o.role, reference if o.rows.exact is None else o.rows.exact, mine, o.dtype, noise=o.rows.noise,
+            rows=rows + o.first, passed=v.passed, judge=again,
+        ).to_text()  # fmt: skip
+    at = int(rows[v.row]) if v.row >= 0 else -1
+    request, position = place_of(dump, record, at + o.first + c.first if at >= 0 else at)
+    count = len(rows) if expected.rows is None else len(expected.rows)
+    left = expected.reason if len(rows) < count else ""
     if expected.rows is not None and len(rows) < count:
-        more["left"] = tuple(((~expected.rows).nonzero().flatten() + (first + c.first)).tolist())
-    if evidence:
-        more["evidence"] = evidence
+        more["left"] = tuple(((~expected.rows).nonzero().flatten() + (o.first + c.first)).tolist())
     if (moved := expected.cache) is not None:
         more["cache"] = (moved.kind, moved.share, moved.expected, moved.most)
     if not v.passed:
         more["chance"] = min(1.0, v.chance * options.budget.outputs)
     if unchecked := expected.only_measured or (expected.unseen if v.passed else ""):
-        more |= {"status": SKIP, "checked": 0, "unchecked_because": unchecked, "message": unchecked}
+        more |= {"status": SKIP, "checked": 0, "unchecked_because": unchecked}
     elif pools is not None:
-        more["smallest"] = _smallest(v, options.budget.output)
-    row = on_grid(replace(row, **more), record, dtype)
+        more["smallest"] = o.smallest
+    if o.dtype != record.dtype:
+        more["stored"] = record.dtype
+    message = unchecked or message_of(v, request, position, expected, len(rows))
+    what = record.role, o.dtype, record.shape, record.seq
+    row = judged(c, what, v, o.measures, (count, len(rows), left), message, (request, position), **more)
     if unchecked:
         return row
     if pools is not None:
-        pools.add(row, v)
+        pooled.append((pools, row, v))
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
-    share = ait.abs_share(reference, mine, dtype) if options.within else None
+    share = ait.abs_share(reference, mine, o.dtype) if options.within else None
     return row if share is None else replace(row, algorithm=f"{row.algorithm} {ait.WITHIN}{share:.12g}".strip())
-
-
-def _smallest(v: Verdict, chance: float) -> Smallest | None:
-    """What this call's limits would have found at least."""
-    if v.sums is None:
-        return EQUAL if v.measure == EXACT else None
-    return of_call(v.sums, chance)
 
 
 def by_standard(row: CheckResult, standard: str) -> CheckResult:

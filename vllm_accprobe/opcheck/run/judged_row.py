@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm_accprobe.dump.reader import Dump, row_space
 from vllm_accprobe.dump.schema import Record
@@ -34,17 +35,20 @@ def on_grid(row: CheckResult, record: Record, dtype: str) -> CheckResult:
 
 def judged(
     c: Captured, what: tuple[str, str, tuple[int, ...], int], v: Verdict, measures: Measures | None,
-    counts: tuple[int, int, str], message: str, place: tuple[str | None, int | None] = (None, None),
+    counts: tuple[int, int, str], message: str, place: tuple[str | None, int | None] = (None, None), **more: Any,
 ) -> CheckResult:  # fmt: skip
     """A row with a verdict. what: role, dtype, shape, seq; counts: rows, those that were checked, why the others were
-    not."""
+    not; more: fields that are otherwise."""
     role, dtype, shape, seq = what
+    fields: dict[str, Any] = {
+        "rows": counts[0], "checked": counts[1], "unchecked_because": counts[2], "status": PASS if v.passed else FAIL,
+        "message": message, "chance": None if v.passed else v.chance, "dtype": dtype,
+    }  # fmt: skip
     return CheckResult(
-        tap=c.tap, cls=c.what.cls, role=role, rank=c.rank, step=c.step, call=c.call, seq=seq, dtype=dtype, shape=shape,
-        rows=counts[0], checked=counts[1], unchecked_because=counts[2], created=v.worst_row_rel_l2, measure=v.measure,
-        measured=v.value, allowed=v.limit, request=place[0], position=place[1],
-        column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
-        measures=measures, rounding=v.rounding, tier=v.tier, chance=None if v.passed else v.chance,
+        tap=c.tap, cls=c.what.cls, role=role, rank=c.rank, step=c.step, call=c.call, seq=seq, shape=shape,
+        created=v.worst_row_rel_l2, measure=v.measure, measured=v.value, allowed=v.limit, request=place[0],
+        position=place[1], column=v.column if v.column >= 0 else None, measures=measures, rounding=v.rounding,
+        tier=v.tier, **(fields | more),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Elsewhere: the process that has it (process_pool.py), a call against its referen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -30,7 +30,15 @@ from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.run import rerun, synthetic_inputs
-from vllm_accprobe.opcheck.run.check_calls import Options, cache_rows, check_backward, check_call, check_stored
+from vllm_accprobe.opcheck.run.check_calls import (
+    Options,
+    ToCheck,
+    cache_rows,
+    check_backward,
+    check_call,
+    check_calls,
+    check_stored,
+)
 from vllm_accprobe.opcheck.run.job import AGAIN, DEVICE, EXACT, GOLDEN, STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.own_findings import corrected, own_findings
@@ -118,10 +126,15 @@ class OpenJob:
         calls = filter(self.options.wants, self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed))
         alone = alone or bool(crashed or self.source or self.kernels or self.job.devices)
         found = zip(calls, repeat(None)) if alone else to_the_bit(calls, self.references, lambda: begins(*TOGETHER))
-        for captured, outcome in found:
-            if not alone:  # others may have begun since
-                begins(captured.step, captured.call)
-            rows = list(self._check(captured, pools, outcome))
+
+        def to_check() -> Iterator[tuple[Captured, Iterable[CheckResult | ToCheck]]]:
+            for captured, outcome in found:
+                if not alone:  # others may have begun since
+                    begins(captured.step, captured.call)
+                yield captured, self._check(captured, pools, outcome)
+
+        together = None if alone else lambda: begins(*TOGETHER)
+        for captured, rows in check_calls(self.calls.dump, to_check(), together):
             if self.job.save and any(r.status == FAIL for r in rows):
                 self.calls.problems += saved(captured, self.references, Path(self.job.save))
             yield from rows if causes is None else causes.with_cause(captured, rows)
@@ -135,7 +148,7 @@ class OpenJob:
 
         return CausesOfTap(self._causes, self.references, self.options.budget.output)
 
-    def _check(self, captured: Captured, pools: Pools, outcome: Any = None) -> Rows:
+    def _check(self, captured: Captured, pools: Pools, outcome: Any = None) -> Iterator[CheckResult | ToCheck]:
         if why := self._left_out(captured):
             yield without_verdict(captured, "", None, SKIP, why)
             return
@@ -155,7 +168,7 @@ class OpenJob:
                 yield from check_backward(drawn, self.references, self.device, self.job.seed)
             return
         evaluate = self.source.evaluate if self.source else lambda c: outcome or self.references.evaluate(c.what)
-        yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
+        yield ToCheck(captured, evaluate, self.options, pools)
         if self.source is None and self._mint and not captured.missing and api.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
         known = captured.missing or captured.what.cls.startswith(BACKWARD) or self._gradients.recorded(captured)

@@ -30,7 +30,7 @@ from vllm_accprobe.opcheck.calls.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
 from vllm_accprobe.opcheck.floors.pooled import Pooled, Pools
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.check_calls import Options, check_call
+from vllm_accprobe.opcheck.run.check_calls import Options, ToCheck, check_calls
 from vllm_accprobe.opcheck.run.judged_row import merged
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
@@ -117,20 +117,23 @@ def check_task(
     places = calls.places(task.rank, task.tap) if task.places is None else task.places
     parts: list[tuple[Captured, list[CheckResult]]] = []
     chosen = Chosen(places, references.by_rows, MOST)
-    for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=chosen), references):
-        place = captured.step, captured.call
-        pooled = pools if task.drawn is None or place in task.drawn else None
-        if parts and (captured.whole is None or place != (parts[0][0].step, parts[0][0].call)):
+
+    def to_check() -> Iterator[tuple[Captured, list[ToCheck]]]:
+        for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=chosen), references):
+            pooled = pools if task.drawn is None or (captured.step, captured.call) in task.drawn else None
+            own = options.each_of(_parts_of(captured))
+            yield captured, [ToCheck(captured, partial(_known, expected), own, pooled)]
+            if ends():
+                return
+
+    for captured, rows in check_calls(calls.dump, to_check()):
+        if parts and (captured.whole is None or (captured.step, captured.call) != (parts[0][0].step, parts[0][0].call)):
             found.rows.extend(_whole(parts))
             parts = []
-        own = options.each_of(_parts_of(captured))
-        rows = list(check_call(calls.dump, captured, partial(_known, expected), own, pooled))
         if captured.whole is None:
             found.rows.extend(rows)
         else:
             parts.append((captured, rows))
-        if ends():
-            break
     found.rows.extend(_whole(parts))
     found.rows.extend(pools.rows(options.budget))
     found.pooled.extend(pools.pooled(options.budget))

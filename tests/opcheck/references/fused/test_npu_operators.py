@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import family_verdict
-import numpy as np
 import pytest
 import torch
 from opcheck.samples.fused import CASES, LISTED, UNDIFFERENTIATED, ran
@@ -37,7 +36,7 @@ def test_gradients_by_differences(name: str) -> None:
     case = CASES[name]
     generator = torch.Generator().manual_seed(5)
     call = call_of(name, 3, torch.float64)
-    exact = ran(case.right, call.args, dict(call.kwargs), np.float64)
+    exact = ran(case.right, call.args, dict(call.kwargs))
     up = torch.randn(exact[0].shape, generator=generator, dtype=torch.float64)
 
     found = differentiated(call, up)
@@ -50,7 +49,7 @@ def test_gradients_by_differences(name: str) -> None:
         def moved(size: float, at: int = at, along: Any = along) -> float:
             args = list(call.args)
             args[at] = args[at] + size * along
-            return float((ran(case.right, tuple(args), dict(call.kwargs), np.float64)[0] * up.numpy()).sum())
+            return float((ran(case.right, tuple(args), dict(call.kwargs))[0] * up.numpy()).sum())
 
         difference = (moved(step) - moved(-step)) / (2 * step)
         assert float((found[role].value * along).sum()) == pytest.approx(difference, rel=1e-6, abs=1e-7)
@@ -66,7 +65,7 @@ def test_a_recorded_gradient_passes_and_a_wrong_one_fails(name: str) -> None:
     """As msprobe records it: the exact one rounded passes; a quarter more, and columns in another order, do not."""
     dtype = CASES[name].dtypes[0]
     call = call_of(name, 3, dtype, "backward.NPU.{}")
-    first = ran(CASES[name].right, call.args, dict(call.kwargs), np.float64)[0]
+    first = ran(CASES[name].right, call.args, dict(call.kwargs))[0]
     up = torch.randn(first.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
     call = replace(call, extra={"up": {"output.0": up}})
     roles = {role.replace("input", "output"): call.args[int(role.removeprefix("input."))] for role in
