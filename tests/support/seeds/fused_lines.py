@@ -59,7 +59,7 @@ def prepare(home: Path) -> None:
             case = CASES[name]
             args, kwargs = drawn(name, 1, torch.float32)
             kernel = next(iter(case.wrong.values())) if wrong else case.right
-            made = ran(kernel, args, kwargs, np.float32)
+            made = ran(kernel, args, kwargs)
             dump.forward(f"NPU.{name}.0.forward", args, kwargs, tuple(_stored(y) for y in made))
         dump.close()
 
