@@ -1,53 +1,106 @@
-"""Calls that wait to be judged together: how many, and whose crash it is when one is judged."""
+"""Calls built from a dump, judged, counted, and said by the command."""
 
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, checked, honest
+from support.opchecked import check
 
-from vllm_accprobe.dump.schema import REPLICATED, Record
-from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.run.check_calls import check_calls
-from vllm_accprobe.opcheck.run.judged_row import without_verdict
-from vllm_accprobe.opcheck.run.result_row import SKIP
-
-
-def record(*shape: int) -> Record:
-    return Record(0, 0, "t", "T", "input.0", 0, 0, "float32", shape, None, 0, None, None, REPLICATED, None)
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.result_row import OWN_CODE, CheckResult, unchecked, without_unknown_blocks
+from vllm_accprobe.opcheck.run.table import totals
 
 
-@pytest.mark.parametrize(("shape", "most"), [((1 << 20,), 4), ((152_000,), 28), ((), 4096)])
-def test_few_calls_wait_whatever_they_read_and_however_little_they_give(shape: tuple[int, ...], most: int) -> None:
-    calls, read, waited, events = 10_000, 0, 0, []
-
-    def each() -> Iterator[tuple[Captured, Any]]:
-        nonlocal read
-        for n in range(calls):
-            c = Captured("sampler", 0, 0, n, Call("sampler", "Sampler"), {"input.0": record(*shape)})
-            read += 1
-            events.append("read")
-            yield c, [without_verdict(c, "", None, SKIP, "no reference")]
-
-    found = []
-    for c, rows in check_calls(None, each(), lambda: events.append("together")):  # type: ignore[arg-type]
-        assert len(rows) == 1
-        found.append(c.call)
-        waited = max(waited, read - len(found))
-    assert found == list(range(calls))
-    assert most // 2 <= waited <= most
+def test_an_honest_engine_passes_and_what_is_unknown_is_counted(tmp_path: Path) -> None:
+    rows = checked(build(tmp_path / "d"))
+    found = totals(rows)
+    assert (found.calls, found.checked) == (15, 12)
+    assert found.skipped == {"no reference for NobodyKnows": 3}
+    assert found.statuses == {"pass": 12, "skip": 3}
+    assert max(r.severity for r in rows) < 0.8
 
 
-def test_a_crash_while_one_is_judged_is_not_the_next_ones() -> None:
-    events: list[str] = []
+@pytest.mark.parametrize("tap", ["layers.0.norm", "layers.0.self_attn.o_proj", "layers.0.self_attn.attn"])
+def test_a_fault_is_found_where_it_is_and_nowhere_else(tmp_path: Path, tap: str) -> None:
+    rows = checked(build(tmp_path / "d", tap))
+    assert {r.tap for r in rows if r.status == "fail"} == {tap}
 
-    def each() -> Iterator[tuple[Captured, Any]]:
-        for n in range(3):
-            events.append(f"begins {n}")
-            c = Captured("t", 0, 0, n, Call("t", "T"), {"input.0": record(1 << 23)})
-            yield c, [without_verdict(c, "", None, SKIP, "no reference")]
 
-    for c, _ in check_calls(None, each(), lambda: events.append("together")):  # type: ignore[arg-type]
-        events.append(f"judged {c.call}")
-    assert events == ["begins 0", "begins 1", "together", "judged 0", "begins 2", "together", "judged 1", "together",
-                      "judged 2"]  # fmt: skip
+def test_a_zeroed_cache_slot_is_told_by_request_and_position(tmp_path: Path) -> None:
+    rows = [r for r in checked(build(tmp_path / "d", "layers.0.self_attn.attn")) if r.status == "fail"]
+    assert [r.step for r in rows] == [1, 2]
+    assert rows[1].request == "r0"
+    assert rows[1].position == 14
+    assert "at position 14 of request r0" in rows[1].message
+
+
+def test_a_column_is_named(tmp_path: Path) -> None:
+    worst = max(checked(build(tmp_path / "d", "layers.0.norm")), key=lambda r: r.severity)
+    assert (worst.measure, worst.column) == ("column", 7)
+
+
+def test_nan_never_passes(tmp_path: Path) -> None:
+    rows = [r for r in checked(build(tmp_path / "d", "nan")) if r.status == "fail"]
+    found = {(r.tap, r.measure, r.measures.nonfinite_mismatch) for r in rows}
+    assert found == {("layers.0.self_attn.o_proj", "nonfinite", 1)}
+
+
+def test_rows_without_their_history_are_skipped_and_counted(tmp_path: Path) -> None:
+    """Capture begins at step 1: request 0 has no positions 0 to 8, request 1 none before 6."""
+    rows = [r for r in checked(build(tmp_path / "d", first=1)) if r.cls == "Attention"]
+    assert [r.status for r in rows] == ["skip", "skip"]
+    assert "earlier rows are not in the dump" in rows[0].message
+    fresh = (*SPANS[:1], [(1, 6, 1), (0, 15, 2)])  # request 0 jumps over a position, request 1 goes on
+    rows = [r for r in checked(build(tmp_path / "e", spans=fresh)) if r.cls == "Attention"]
+    assert [(r.status, r.checked, r.rows) for r in rows] == [("pass", 15, 15), ("pass", 1, 3)]
+    assert totals(rows).rows_skipped == {
+        "its request's earlier rows are not in the dump (prefix hit, or capture began late)": 2
+    }
+
+
+def test_a_packed_parameter_is_declined_by_name(tmp_path: Path) -> None:
+    rows = [r for r in checked(build(tmp_path / "d", weights=False)) if r.cls == "QKVParallelLinear"]
+    assert {(r.status, r.message) for r in rows} == {
+        ("skip", "parameter weight was packed by a kernel before it could be captured")
+    }
+
+
+def test_the_checkpoint_stands_in_for_packed_parameters(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    made = honest()
+    parts = made["qkv"].split([HEADS * HEAD, KV * HEAD, KV * HEAD])
+    names = [f"layers.0.self_attn.{n}_proj.weight" for n in "qkv"]
+    (tmp_path / "model").mkdir()
+    save_file({n: p.contiguous() for n, p in zip(names, parts, strict=True)}, tmp_path / "model/model.safetensors")
+    calls = Calls(open_dump(build(tmp_path / "d", weights=False)), tmp_path / "model")
+    rows = list(check(calls, default_references(), ops=["QKV*"]))
+    assert [r.status for r in rows] == ["pass"] * 3
+
+
+LAYER = "XDecoderLayer"
+
+
+def of(tap: str, cls: str, status: str, step: int = 0) -> CheckResult:
+    row = unchecked(tap, cls, 0, step, 0, 0, "", status=status, role="output.0")
+    # a message as another standard writes it
+    return replace(row, by_name=cls == LAYER and status == "fail", message="cosine 0.5 below 0.99")
+
+
+@pytest.mark.parametrize(("rows", "unknown"), [
+    ([of("m.0", LAYER, "fail"), of("m.1", LAYER, "fail")], {"m.0", "m.1"}),
+    ([of("m.0", LAYER, "fail"), of("m.1", LAYER, "pass")], set()),
+    ([of("m.0", LAYER, "fail"), of("m.1", LAYER, "fail"), of("m.1", LAYER, "pass", 1)], set()),
+    ([of("m.0", LAYER, "fail"), of("m.0", LAYER, "fail", 1)], set()),
+    ([of("m.0.down", "Linear", "fail"), of("m.1.down", "Linear", "fail")], set()),
+    ([replace(of(f"m.{i}", LAYER, "fail"), by_name=False) for i in range(2)], set()),
+    ([of("m.0", "QKVLinear", "fail"), of("m.1", "QKVLinear", "fail")], set()),
+], ids=["every one", "one is right", "right in a step", "one layer", "none", "by its code", "computed"])  # fmt: skip
+def test_a_formula_that_no_block_of_a_class_follows_proves_none_wrong(rows, unknown):
+    parts = [of(f"m.{i}.down", "Linear", "pass") for i in range(2)] if rows[0].tap in ("m.0", "m.1") else []
+    found = without_unknown_blocks([*rows, *parts])
+    assert {r.tap for r in found if r.status == "skip" and r.message == OWN_CODE} == unknown
+    assert [r for r in found if r.tap not in unknown] == [r for r in [*rows, *parts] if r.tap not in unknown]
