@@ -1,6 +1,7 @@
 """Machine code on disk: made once, never run where it does not belong, and nothing left of what was killed."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -16,7 +17,11 @@ def test_it_is_made_once_and_what_a_killed_process_left_goes(tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     place = user_cache.directory()
     (place / "loops-x.bin.1.part").write_bytes(b"half")
-    made = machine_code.loops(MODULE, SOURCES)
+    before = os.umask(0o002)  # many systems have it, and a file that a group may write is not read
+    try:
+        made = machine_code.loops(MODULE, SOURCES)
+    finally:
+        os.umask(before)
     names = [p.name for p in place.iterdir()]
     assert len(names) == 1
     assert names[0].endswith("-loops.bin")
@@ -52,8 +57,7 @@ def test_a_file_that_is_damaged_or_anothers_is_not_read(tmp_path):
     path = tmp_path / "x.bin"
 
     def write(body, **other):
-        head = {"name": "x.bin", "hash": machine_code.hashlib.blake2b(b"code", digest_size=16).hexdigest(),
-                "loops": {"symbol": "vi"}} | other  # fmt: skip
+        head = {"name": "x.bin", "hash": machine_code._digest(*made), "loops": made[0]} | other
         path.write_bytes(json.dumps(head).encode() + b"\n" + body)
         return machine_code._read(path, "x.bin")
 
@@ -61,9 +65,24 @@ def test_a_file_that_is_damaged_or_anothers_is_not_read(tmp_path):
     assert write(b"codf") is None
     assert write(b"cod") is None
     assert write(b"code", name="y.bin") is None
+    assert write(b"code", loops={"symbol": "va"}) is None
+    assert write(b"code", loops=["symbol"]) is None
+    write(b"code")
+    path.chmod(0o666)
+    assert machine_code._read(path, "x.bin") is None
+    path.chmod(0o600)
+    assert machine_code._read(path, "x.bin") == made
     path.write_bytes(b"\xff\xfe no json")
     assert machine_code._read(path, "x.bin") is None
     assert machine_code._read(tmp_path / "missing", "missing") is None
+
+
+def test_code_without_one_of_its_loops_is_unusable(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    made = machine_code._made
+    monkeypatch.setattr(machine_code, "_made", lambda *args: ({"other": "v"}, made(*args)[1]))
+    with pytest.raises(machine_code.Unusable, match="no other in"):
+        machine_code.loops(MODULE, SOURCES)
 
 
 def test_a_release_of_llvmlite_that_does_otherwise_is_unusable(monkeypatch):

@@ -26,7 +26,7 @@ from vllm_accprobe import user_cache
 from vllm_accprobe.children import HOME
 from vllm_accprobe.whole_file import whole
 
-_MAGIC = "accprobe loops 3"
+_MAGIC = "accprobe loops 4"
 _MOST = 32 << 20
 Code = tuple[dict[str, str], bytes]
 """Of each loop what compiler.module_of says of its result and arguments; object code."""
@@ -55,7 +55,9 @@ class CompiledLoops:
         for name, words in found[0].items():
             result = None if words[0] == "v" else letters[words[0]][0]
             kind = ctypes.CFUNCTYPE(result, *(kind for letter in words[1:] for kind in letters[letter]))
-            self.call[name] = kind(self._engine.get_function_address(name))
+            if not (at := self._engine.get_function_address(name)):
+                raise Unusable(f"no {name} in the machine code")  # called, it would end the process
+            self.call[name] = kind(at)
 
 
 def address(array: np.ndarray) -> int:
@@ -89,17 +91,25 @@ def _name(module: str, sources: Sequence[str], version: str, llvm: Any) -> str:
 
 
 def _read(path: Path, name: str) -> Code | None:
-    """None for a file that is not there or not whole."""
+    """None for a file that is not there, not whole, or that another user may write: of the directory this was checked
+    before, and it may be another one by now."""
     try:
-        if path.stat().st_size > _MOST:
-            return None
-        line, _, body = path.read_bytes().partition(b"\n")
+        with open(path, "rb") as f:
+            about = os.fstat(f.fileno())
+            if about.st_size > _MOST or not user_cache.is_own(about):
+                return None
+            line, _, body = f.read().partition(b"\n")
         head = json.loads(line)
-        if head["name"] != name or head["hash"] != hashlib.blake2b(body, digest_size=16).hexdigest():
+        if head["name"] != name or head["hash"] != _digest(head["loops"], body):
             return None
         return head["loops"], body
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _digest(words: dict[str, str], body: bytes) -> str:
+    """Of both: with other arguments than its own, code reads anywhere."""
+    return hashlib.blake2b(json.dumps(words, sort_keys=True).encode() + body, digest_size=16).hexdigest()
 
 
 def _made(module: str, name: str, place: Path | None, llvm: Any) -> Code:
@@ -108,13 +118,14 @@ def _made(module: str, name: str, place: Path | None, llvm: Any) -> Code:
 
     text, words = module_of(importlib.import_module(module).LOOPS)
     body = _compiled(text, llvm)
-    digest = hashlib.blake2b(body, digest_size=16).hexdigest()
     if place is not None:
         with contextlib.suppress(OSError):
             for left in place.glob("loops-*.part"):  # whoever wrote it was killed, or writes the same
                 left.unlink(missing_ok=True)
         with contextlib.suppress(OSError), whole(place / name, f".{os.getpid()}.part") as part:
-            part.write_bytes(json.dumps({"name": name, "hash": digest, "loops": words}).encode() + b"\n" + body)
+            head = {"name": name, "hash": _digest(words, body), "loops": words}
+            part.touch(0o600)
+            part.write_bytes(json.dumps(head).encode() + b"\n" + body)
     return words, body
 
 

@@ -25,7 +25,12 @@ def directory() -> Path | None:
         about = path.stat()
     except OSError:
         return None
-    return path if about.st_uid in (0, os.geteuid()) and not about.st_mode & 0o022 else None
+    return path if is_own(about) else None
+
+
+def is_own(about: os.stat_result) -> bool:
+    """Whether only this user, and root, may write what ``about`` is of."""
+    return about.st_uid in (0, os.geteuid()) and not about.st_mode & 0o022
 
 
 def numba_kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -161,3 +161,16 @@ def test_calls_that_are_judged_together_get_what_each_gets_alone() -> None:
     assert together == alone
     assert [v.passed for v in together] == [True, False, False, False]
     assert [v.sums is not None and v.sums.few for v in together] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("size", [1e160, 1e200, 1e300])
+def test_what_no_limit_can_be_computed_of_has_no_verdict(size: float) -> None:
+    """Equal numbers would fail, with a limit of nan."""
+    y = exact(8, 16) * size / 1e3
+    with pytest.raises(ValueError, match="so large"):
+        judge(y, y, "float64")
+    assert judge(y, y, "float64", last=0.0).passed
+    assert not judge(exact(8, 16), y, "float64").passed  # the error alone is
+    noise = torch.full_like(y, size)
+    with pytest.raises(ValueError, match="so large"):
+        judge(exact(8, 16), exact(8, 16), "float64", noise=noise)

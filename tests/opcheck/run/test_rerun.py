@@ -264,3 +264,12 @@ def test_a_call_without_tensors_takes_a_parameter_as_it_was_passed(tmp_path: Pat
     assert code == 0
     assert found["aten.bmm.default"] == {"pass"}
     assert any(WEAKER in r["message"] for r in table(tmp_path / "o"))
+
+
+def test_a_layer_norm_whose_parameters_are_float32_runs_here() -> None:
+    """As vLLM's LayerNorm of an indexer's keys has them."""
+    x, weight, bias = torch.randn(4, 16).bfloat16(), torch.rand(16), torch.randn(16)
+    call = Call("k_norm", "LayerNorm", inputs={"x": x}, params={"weight": weight, "bias": bias}, attrs={"eps": 1e-6},
+                outputs={"output.0": x})  # fmt: skip
+    found = default_references().run(call)
+    assert torch.equal(found["output.0"], torch.nn.functional.layer_norm(x, [16], weight, bias, 1e-6))

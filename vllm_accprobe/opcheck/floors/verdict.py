@@ -299,7 +299,8 @@ def judge_each(
     """Of each call, whatever the others are. references: float64 or integers [calls, rows, width]; mine: the captured
     numbers, float64 or int64, same shape; dtype: mine's, torch's name; chance: that a right output fails; noise, bound:
     float64, same shape, standard error and bound before the last rounding; last: the last rounding's relative error if
-    it is not dtype's; common: relative error that a row may share; groups, shared: of Expected."""
+    it is not dtype's; common: relative error that a row may share; groups, shared: of Expected. Raises ValueError for
+    numbers beyond 1e154: no limit can be computed."""
     u = unit(dtype) if last is None else last
     y, d = references, mine - references
     (calls, n, width), counts, differ = y.shape, [0] * len(y), [0] * len(y)
@@ -336,6 +337,9 @@ def judge_each(
     torch.mul(powers, v, out=weighted)
     torch.mul(v, v, out=spread)
     by_row, by_column = planes.sum(3), planes.sum(2)
+    for k, finite in enumerate(by_row[:, VARIANCE : POWER + 1].isfinite().flatten(1).all(1).tolist()):
+        if not finite and k not in equal:
+            raise ValueError("a reference or its noise is so large that float64 cannot hold its square")
     power = by_row[:, POWER].clone()
     worst = (by_row[:, SQUARE] / power.clamp(min=1e-300)).max(1).values.tolist()
     few = repeated(y, d)

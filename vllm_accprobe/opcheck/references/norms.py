@@ -430,7 +430,8 @@ def norm_kernel(call: Call) -> dict[str, Any]:
     if kind_of(call) != "RMSNorm":
         shape = call.attr("normalized_shape", default=[x.shape[-1]])
         shape = list(shape) if isinstance(shape, (list, tuple)) else [int(shape)]
-        return {"output.0": F.layer_norm(x, shape, None if w is None else w.to(x.dtype), call.params.get("bias"), eps)}
+        w = None if w is None else w.to(call.params["weight"].dtype)  # of a float32 weight the bias is, too
+        return {"output.0": F.layer_norm(x, shape, w, call.params.get("bias"), eps)}
     residual, kernel = call.maybe(*RESIDUAL), vendor("rms_norm")
     total = x if residual is None else x + residual
     more = {} if residual is None else {"output.1": total}

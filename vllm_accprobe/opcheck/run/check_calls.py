@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -225,6 +226,11 @@ class _Output:
 _Rows = list["CheckResult | _Output"]
 _TOGETHER = 1 << 17
 """Chosen: elements of outputs that are judged together: 8 MiB of what a verdict keeps, and as much is worked on."""
+_HELD = 1 << 22
+"""Chosen: elements of all tensors of the calls that wait: where an output is one token of 10**5 logits, `_TOGETHER`
+elements of outputs are 10**5 calls."""
+_CALL = 1 << 10
+"""Chosen: elements that take as much memory as a call without any."""
 _UNFIT = (ValueError, RuntimeError, DumpError)
 
 
@@ -234,21 +240,22 @@ def check_calls(
 ) -> Iterator[tuple[Captured, list[CheckResult]]]:  # fmt: skip
     """The rows of each call, in their order: one per output that was captured; one that says why, where there is no
     reference. Outputs of one form are judged together, because what is done once for all of them takes most of the time
-    for few rows. calls: each with what is to be checked, and rows that it has besides. begins: called before several
-    calls are judged; None: each is judged alone."""
+    for few rows. calls: each with what is to be checked, and rows that it has besides. begins: called before calls are
+    judged when a later one has begun; None: each is judged alone."""
     waiting: list[tuple[Captured, _Rows]] = []
-    size = 0
+    size = held = 0
     for captured, parts in calls:
         rows = [row for part in parts for row in (_outputs(part) if isinstance(part, ToCheck) else [part])]
         elements = sum(row.mine.numel() for row in rows if isinstance(row, _Output))
-        if waiting and size + elements > _TOGETHER:
+        own = _CALL + sum(prod(r.shape) for r in captured.records.values())
+        if waiting and (size + elements > _TOGETHER or held + own > _HELD):
             yield from _judged(dump, waiting, begins)
-            waiting, size = [], 0
+            waiting, size, held = [], 0, 0
         waiting.append((captured, rows))
-        size += elements
+        size, held = size + elements, held + own
         if begins is None or "cache" in captured.what.extra:  # which the next call changes
-            yield from _judged(dump, waiting, begins)
-            waiting, size = [], 0
+            yield from _judged(dump, waiting, begins if len(waiting) > 1 else None)
+            waiting, size, held = [], 0, 0
     yield from _judged(dump, waiting, begins)
 
 
@@ -320,7 +327,7 @@ def _with_rows(o: _Output) -> CheckResult | _Output:
 def _judged(
     dump: Dump, calls: list[tuple[Captured, _Rows]], begins: Callable[[], object] | None
 ) -> Iterator[tuple[Captured, list[CheckResult]]]:
-    if begins is not None and len(calls) > 1:
+    if begins is not None and calls:
         begins()
     groups: dict[Any, list[_Output]] = {}
     for o in (o for _, rows in calls for o in rows if isinstance(o, _Output) and not o.cut):
