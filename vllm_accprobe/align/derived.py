@@ -372,7 +372,7 @@ class View:
     def read_rows(self, record: Record, rows: slice, out: np.ndarray | None = None) -> np.ndarray:
         if record.payload is None or record.payload.seg != COMPUTED:
             return np.asarray(self._dump.read_rows(record, rows, out))
-        return put_into(out, read(self._dump, record)[rows], record.name)
+        return put_into(out, read(self._dump, record).reshape(record.shape)[rows], record.name)
 
 
 def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray:

@@ -14,7 +14,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -159,8 +159,9 @@ class _Block:
 
     def _rows(self, r: Record) -> np.ndarray | None:
         """The first rows: float32 [rows, features]; None where there are no values."""
-        if r.payload is None or r.rows is None or r.row_dim or not r.shape or not math.prod(r.shape):
+        if r.payload is None or r.rows is None or not math.prod(r.shape) or math.prod(r.shape[: r.row_dim]) != 1:
             return None
+        r = replace(r, shape=r.shape[r.row_dim :], row_dim=0) if r.row_dim else r  # of one sequence
         try:
             value = widen(self.dump.read_rows(r, slice(0, _ROWS)), r.dtype).astype(np.float32)
         except (DumpError, OSError):

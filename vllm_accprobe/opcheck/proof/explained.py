@@ -184,7 +184,8 @@ class _Replayed:
         self._steps: dict[tuple[int, int | None], list[Record]] = {}
         self._made: dict[tuple[int, int | None], dict[str, Record]] = {}
         self._reads: dict[tuple[int, int | None], dict[tuple[str, int], list[Record]]] = {}
-        """By call, floating-point inputs with rows that are compared nowhere, under no name."""
+        """By call of a module that holds none, floating-point inputs with rows that are compared under no name. (What
+        holds modules hands on most of what it reads.)"""
         self._known: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._computed: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._relations: tuple[tuple[int, int | None], Relations] | None = None
@@ -315,11 +316,12 @@ class _Replayed:
         made: dict[str, Record] = {}
         distinct: dict[str, Record] = {}
         reads = self._reads[moment] = defaultdict(list)
+        holding = {tap for inner in {r.tap for r in own} for tap in enclosing(inner)}
         compared = {r.hash for r in own if r.hash is not None and (r.tap, r.role) in self._compared}
         for r in own:
             place = r.tap, r.role
             if r.role.startswith("input") and place not in self._compared and r.hash not in compared and (
-                DTYPES[r.dtype].kind == "float" and self._keys(r) is not None
+                r.tap not in holding and DTYPES[r.dtype].kind == "float" and self._keys(r) is not None
             ):  # fmt: skip
                 reads[r.tap, r.call].append(r)
             if r.hash is None:
