@@ -134,7 +134,7 @@ class _Block:
             if turn and len(angles[0]) == len(x):
                 turned = [derived.rope(x, angles[0], angles[1], size, pairs) for pairs in (0, 1)]
                 forms += [(turned[pairs], self._rope(r.role, tap, (size, pairs)))
-                          for pairs in range(1 + (not np.array_equal(*turned)))]  # fmt: skip
+                          for pairs in range(1 if np.array_equal(turned[0], turned[1]) else 2)]  # fmt: skip
             for value, rules in forms:
                 if np.linalg.norm(value - wanted) <= _NEAR * np.linalg.norm(wanted):
                     found.append(rules)
