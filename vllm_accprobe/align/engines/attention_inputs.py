@@ -4,8 +4,9 @@ The problem: transformers hands them to a function, so that golden has no such t
 norms, cos and sin. Some layers do not rotate, some normalize behind the rotation, some turn neighbours in place of
 halves; a wrong guess condemns a right layer. The idea: how mine made its own says it. Where mine's tensor is to the bit
 what a module of its block gave out, golden's is that module's output; where the block calls a rotary embedding, its
-settings say how it turns; elsewhere (vLLM's backend for models of transformers, whose code turns) the form that gives
-mine's values out of mine's own tensors. What no form gives is not compared. Formulas: derived.py.
+settings say how it turns; elsewhere (vLLM's backend for models of transformers, whose code turns) the form that alone
+gives mine's values out of mine's own tensors. What no form gives is not compared. Cosines of golden whose neighbours
+are alike say how golden turns, whatever mine does. Formulas: derived.py.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class _Block:
                 yield f"{self.path}.{letter}_proj", x[:, begin : begin + width]
 
     def _query_width(self) -> int:
-        query = next((r for r in self.taps[f"{self.path}.attn"] if r.role == "input.query"), None)
+        query = next((r for r in self.taps.get(f"{self.path}.attn", ()) if r.role == "input.query"), None)
         return 0 if query is None else math.prod(query.shape) // (query.shape[query.row_dim] or 1)
 
     def _rows(self, r: Record) -> np.ndarray | None:

@@ -2,12 +2,12 @@
 
 The problem: a row may differ because its operator is wrong, or because what the operator read differed already. Only
 the second is no fault of the operator, and only where everything that it read is known. The idea: a row of an output is
-explained where the replay checked it on both sides and found it right; golden's reads and mine's, both carried through
-the reference, then differ by what the outputs differ by. A row of an input is explained where it is, to the bit, an
-explained output of the same step, or a slice, sum or product of such outputs (align/derived.py). What has no
-reference, was not replayed, or comes from where nothing was captured is not explained, and the reason is kept; neither
-is what the two sides' modules would compute otherwise of the same reads (prove.py), and a rank's share that nobody
-adds up.
+explained where the replay checked it on both sides and found it right, and what it read is compared or explained:
+golden's reads and mine's, both carried through the reference, then differ by what the outputs differ by. A row of an
+input is explained where it is, to the bit, an explained output of the same step, or a slice, sum or product of such
+outputs (align/derived.py). What has no reference, was not replayed, or comes from where nothing was captured is not
+explained, and the reason is kept; neither is what the two sides' modules would compute otherwise of the same reads
+(prove.py), and a rank's share that nobody adds up.
 Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decide.py).
 """
 
