@@ -160,11 +160,15 @@ class _Block:
 
     def _rows(self, r: Record) -> np.ndarray | None:
         """The first rows: float32 [rows, features]; None where there are no values."""
-        if r.payload is None or r.rows is None or not math.prod(r.shape) or math.prod(r.shape[: r.row_dim]) != 1:
+        if r.payload is None or r.rows is None or not math.prod(r.shape):
             return None
-        r = replace(r, shape=r.shape[r.row_dim :], row_dim=0) if r.row_dim else r  # of one sequence
+        if math.prod(r.shape[: r.row_dim]) == 1 and r.row_dim:  # of one sequence
+            r = replace(r, shape=r.shape[r.row_dim :], row_dim=0)
+        if r.row_dim and r.payload.nbytes > derived.LARGEST:
+            return None
         try:
-            value = widen(self.dump.read_rows(r, slice(0, _ROWS)), r.dtype).astype(np.float32)
+            bits = self.dump.read(r) if r.row_dim else self.dump.read_rows(r, slice(0, _ROWS))
+            value = widen(np.moveaxis(bits, r.row_dim, 0)[:_ROWS], r.dtype).astype(np.float32)
         except (DumpError, OSError):
             return None
         return value.reshape(len(value), -1)
