@@ -162,9 +162,10 @@ class _Block:
         """The first rows: float32 [rows, features]; None where there are no values."""
         if r.payload is None or r.rows is None or not math.prod(r.shape):
             return None
+        nbytes = r.payload.nbytes
         if math.prod(r.shape[: r.row_dim]) == 1 and r.row_dim:  # of one sequence
             r = replace(r, shape=r.shape[r.row_dim :], row_dim=0)
-        if r.row_dim and r.payload.nbytes > derived.LARGEST:
+        if r.row_dim and nbytes > derived.LARGEST:
             return None
         try:
             bits = self.dump.read(r) if r.row_dim else self.dump.read_rows(r, slice(0, _ROWS))
