@@ -34,6 +34,9 @@ class Dump:
     def read(self, record, out=None):
         return self.arrays[id(record)]
 
+    def read_rows(self, record, rows, out=None):
+        return self.read(record)[rows]
+
 
 def by_name(dump):
     return {(r.tap, r.role): r for r in dump.records}

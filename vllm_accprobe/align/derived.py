@@ -369,6 +369,11 @@ class View:
     def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
         return read(self._dump, record, out)
 
+    def read_rows(self, record: Record, rows: slice, out: np.ndarray | None = None) -> np.ndarray:
+        if record.payload is None or record.payload.seg != COMPUTED:
+            return np.asarray(self._dump.read_rows(record, rows, out))
+        return put_into(out, read(self._dump, record).reshape(record.shape)[rows], record.name)
+
 
 def read(dump: Any, record: Record, out: np.ndarray | None = None) -> np.ndarray:
     """The bits of ``record`` from its ``dump``, as dump.reader's ``read`` gives them, also for a `Derived` record."""
@@ -416,11 +421,12 @@ def _total(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head: int = 0, pairs: int = 0) -> np.ndarray:
     """x: float32 [rows, ...] of heads; cos, sin: float32 [rows, d], both halves alike, or neighbours. float32 as x. Of
     heads of more than d the first d are rotated and the rest stays. head: their size; 0 where only a shape [rows,
-    heads, size] shows one that is not d. pairs: whether neighbours are turned, where halves are usual."""
+    heads, size] shows one that is not d. pairs: whether neighbours are turned, where halves are usual; they are, too,
+    where they alone are alike in cos and sin (Cohere)."""
     rows, d = cos.shape
     heads = x.reshape(rows, -1, head or (x.shape[-1] if x.ndim > 2 else d))
-    if pairs:
-        halves = all((v[:, : d // 2] == v[:, d // 2 :]).all() for v in (cos, sin))  # else neighbours are alike: Cohere
+    halves = all((v[:, : d // 2] == v[:, d // 2 :]).all() for v in (cos, sin))
+    if pairs or (not halves and all((v[:, ::2] == v[:, 1::2]).all() for v in (cos, sin))):
         cos, sin = (np.repeat(v[:, : d // 2] if halves else v[:, ::2], 2, axis=1) for v in (cos, sin))
         turned = np.stack([-heads[..., 1:d:2], heads[..., 0:d:2]], axis=-1).reshape(*heads.shape[:2], d)
     else:

@@ -288,12 +288,12 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
         apart_from = vllm_names.without_bias(own) | turned_otherwise(own) | vllm_names.scaled_in_front(theirs, own)
-        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in apart_from])
+        factors = own_numbers(*((mine, golden) if swapped else (golden, mine)))
+        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in apart_from
+                               and not (r.tap in factors and r.role.startswith("output."))])  # fmt: skip
         both = golden.records, mine.records
         elsewhere = given_out_elsewhere(*both) | given_out_elsewhere(*reversed(both))
-        factors = own_numbers(*(reversed(both) if swapped else both))
-        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere
-                               and not (r.tap in factors and r.role.startswith("output."))])  # fmt: skip
+        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere])
         lines += [f"mapping: {tap}/{role} is {other[0]}/{other[1]} on one side alone: compared there"
                   for (tap, role), other in elsewhere.items()]  # fmt: skip
         lines += [f"mapping: {tap}/{role} is not compared: {why}" for (tap, role), why in apart_from.items()]
@@ -316,6 +316,10 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     return Bridge(golden, mine, lines, foreign)
 
 
+_READERS = 16
+"""Chosen: places behind an output at which its values are tried; one tensor has about six."""
+
+
 def given_out_elsewhere(golden: Sequence[Record], mine: Sequence[Record]) -> dict[Place, Place]:
     """Outputs that are to the bit a later tensor in golden, and never in mine, whose code does in between what golden's
     module does itself (Gemma scales its embedding): by place, the later one. Both dumps have both: the modules of one
@@ -329,7 +333,7 @@ def given_out_elsewhere(golden: Sequence[Record], mine: Sequence[Record]) -> dic
         for alike in same.values():
             for i, place in enumerate(alike):
                 if place[1].startswith("output."):
-                    after = alike[i + 1 :]
+                    after = alike[i + 1 : i + 1 + _READERS]
                     later[place] = [p for p in later[place] if p in after] if place in later else after
     found: dict[Place, Place] = {}
     for place, others in later.items():
@@ -340,12 +344,12 @@ def given_out_elsewhere(golden: Sequence[Record], mine: Sequence[Record]) -> dic
     return found
 
 
-def own_numbers(one: Sequence[Record], other: Sequence[Record]) -> dict[str, str]:
+def own_numbers(one: Any, other: Any) -> dict[str, str]:
     """By tap, a single number among the parameters of ``one``, of transformers, that vLLM's module of that name has
     not: its code multiplies somewhere else, and the outputs are other tensors. (vLLM's own numbers scale what is
     quantized.)"""
-    numbers = {r.tap: r.role for r in one if r.step is None and not r.shape and DTYPES[r.dtype].kind == "float"}
-    known = {(r.tap, r.role) for r in other if r.tap in numbers}
+    numbers = {r.tap: r.role for r in one.records if r.step is None and not r.shape and DTYPES[r.dtype].kind == "float"}
+    known = {(r.tap, r.role) for r in other.records if r.tap in numbers}
     there = {tap for tap, role in known if role.startswith("param.")}
     return {tap: role for tap, role in numbers.items() if tap in there and (tap, role) not in known}
 

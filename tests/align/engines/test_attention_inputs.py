@@ -44,3 +44,35 @@ def test_as_mine_makes_its_own(query, more, expected) -> None:
     assert len(made) == (expected is not None)
     for record in made:
         assert np.allclose(both.golden.read(record).reshape(ROWS, -1), expected, atol=1e-5)
+
+
+def made(query, cos=COS, sin=SIN, golden_cos=None, golden_sin=None):
+    """Golden's query, of q_proj + 1, where mine's is ``query``."""
+    golden, mine = Dump(run=GOLDEN), Dump(run=MINE)
+    mine.modules = {0: [Module(f"{BLOCK}.attn", "Attention", 0, {"head_size": SIZE})]}
+    for dump, two in ((golden, (golden_cos, golden_sin)), (mine, (cos, sin))):
+        for i, value in enumerate(two):
+            dump.put(BLOCK, f"input.position_embeddings.{i}", (cos, sin)[i] if value is None else value)
+    golden.put(f"{BLOCK}.q_proj", "output.0", Q + 1)
+    mine.put(f"{BLOCK}.qkv_proj", "output.0", np.concatenate([Q, Q, Q], axis=1))
+    mine.put(f"{BLOCK}.attn", "input.query", query)
+    golden = bridge(golden, mine).golden
+    return [golden.read(r) for r in golden.records if (r.tap, r.role) == (f"{BLOCK}.attn", "input.query")]
+
+
+def test_goldens_cosines_say_how_it_turns_where_neighbours_are_alike() -> None:
+    two = [np.repeat(v[:, : SIZE // 2], 2, axis=1) for v in (COS, SIN)]
+    (found,) = made(rope(Q, COS, SIN, SIZE), COS, SIN, *two)
+    assert np.allclose(found, rope(Q + 1, COS, SIN, SIZE, 1), atol=1e-5)
+    (found,) = made(rope(Q, *two, SIZE, 1), *two)
+    assert np.allclose(found, rope(Q + 1, COS, SIN, SIZE, 1), atol=1e-5)
+
+
+def test_what_several_forms_give_is_not_compared() -> None:
+    still = np.ones_like(COS), np.zeros_like(SIN)  # position 0 alone
+    assert made(Q, *still) == []
+
+
+@pytest.mark.parametrize("shapes", [((ROWS, 7), (ROWS, 7)), ((ROWS, 8), (ROWS, 4))])
+def test_cosines_of_any_shape_are_read(shapes) -> None:
+    assert made(Q + 100, *(np.ones(shape, np.float32) for shape in shapes)) == []

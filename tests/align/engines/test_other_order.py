@@ -53,10 +53,12 @@ def test_a_router_whose_logits_are_not_shown_stays_as_it_is():
     assert np.array_equal(made[(f"{BLOCK}.gate", "output.0")], SCORES)
 
 
-def projections(change=lambda rows: rows):
-    """Two heads of 4 of q, one of k; mine has pairs as halves, and then ``change``."""
+def projections(change=lambda rows: rows, cosines=()):
+    """Two heads of 4 of q, one of k; mine has pairs as halves, and then ``change``. cosines: a place of golden's."""
     golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
     attention = "model.layers.0.self_attn"
+    if cosines:
+        golden.put(*cosines, X)
     wide = {name: RNG.normal(size=(n, 16)).astype(np.float32) for name, n in (("q", 8), ("k", 4), ("v", 4))}
     for name, value in wide.items():
         golden.put(f"{attention}.{name}_proj", "param.weight", value)
@@ -79,6 +81,18 @@ def test_pairs_of_a_head_that_a_loader_puts_half_a_head_apart():
     stored, _, weight, output = projections()
     assert np.array_equal(weight, stored)
     np.testing.assert_allclose(output, X @ stored.T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", [("model.layers.0.self_attn", "input.position_embeddings.1"),
+                                   ("model.rotary_emb", "output.1")])  # fmt: skip
+def test_where_golden_turns_by_a_cosine_and_a_sine_other_rows_are_other_weights(place):
+    _, plain, weight, _ = projections(cosines=place)
+    assert np.array_equal(weight, plain)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 16, 1)])
+def test_a_router_with_weights_of_any_shape_is_read(shape):
+    pair((SCORES, LOGITS), weight=np.zeros(shape, np.float32))
 
 
 def test_rows_in_any_other_order_are_other_weights():

@@ -1,11 +1,12 @@
 """The built-in table of vLLM's places and transformers'."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
 from hand_made import Dump, f32
 
-from vllm_accprobe.align.names import bridge
+from vllm_accprobe.align.names import bridge, given_out_elsewhere
 from vllm_accprobe.dump.schema import Module
 
 TRANSFORMERS = {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}}
@@ -113,3 +114,25 @@ def test_a_gate_behind_attention_and_a_bias_left_to_later_are_not_compared():
         names = {(r.tap, r.role) for r in bridge(golden, mine).golden.records}
         assert ((f"{at}.attn", "output.0") in names) is same
         assert (("model.dense", "output.0") in names) is same
+
+
+def test_an_output_and_thousands_of_tensors_that_are_equal_to_it() -> None:
+    golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+    for i in range(4000):
+        golden.put(f"model.layers.{i}", "output.0", f32([0, 0]))
+        mine.put(f"model.layers.{i}", "output.0", f32([0, 1]))
+    begun = time.process_time()
+    assert len(given_out_elsewhere(golden.records, mine.records)) == 0
+    assert time.process_time() - begun < 5  # hours where each is tried with each
+
+
+def test_an_input_that_one_side_multiplies_is_left_out_where_the_others_module_may_do_it() -> None:
+    """Where a formula describes the module, or it is a layer, mine's code multiplies once more than golden's."""
+    for attrs in ({"forward": {}}, {"forward": {"inside.in_proj/input": "x"}}, {}):
+        golden, mine = Dump(run=TRANSFORMERS), Dump(run=VLLM)
+        for dump, by, own in ((golden, "norm[0]", attrs), (mine, "(norm[0] * 0.8)", {})):
+            dump.put("model.layers.0.mamba", "input.x", f32([1, 2]))
+            dump.modules = {0: [Module("model.layers.0", "L", 0, {"forward": {"inside.mamba/x": by}}),
+                                Module("model.layers.0.mamba", "M", 0, own)]}  # fmt: skip
+        names = {(r.tap, r.role) for r in bridge(golden, mine).golden.records}
+        assert (("model.layers.0.mamba", "input.x") in names) is (attrs != {"forward": {}})

@@ -118,3 +118,24 @@ def test_a_share_that_nobody_adds_up_is_not_explained(sides, monkeypatch):
     result = found(sides, list(checked(golden, "proj")), list(checked(mine, "proj")))
     assert (result.rows[PROJ], result.why[PROJ]) == ({}, UNSUMMED)
     assert (result.rows[WHOLE], result.why[WHOLE]) == ({}, UNSUMMED)
+
+
+def test_an_output_is_explained_where_what_its_call_read_is_compared_or_explained(tmp_path: Path) -> None:
+    """Golden has no such input: mine's, which no captured module computed, may be wrong, and no pair would show it."""
+    sides = []
+    for name in ("golden", "mine"):
+        m = Maker(tmp_path / name)
+        taps = ("proj", "made", "unseen")
+        for tap in ("<root>", *taps):
+            m.module(tap, "Linear")
+        m.request(0, ROWS)
+        m.step(0, [(0, 0, ROWS)])
+        m.call("proj", "Linear", {"x": X}, X + 1)
+        m.call("made", "Linear", {"x": X + 1} if name == "mine" else {}, X + 2)
+        m.call("unseen", "Linear", {"x": X.float().sin().bfloat16()} if name == "mine" else {}, X + 3)
+        sides.append(open_dump(m.close()))
+    right = [[c for tap in taps for c in checked(side, tap)] for side in sides]
+    places = [place_of(tap, "output.0", 0) for tap in taps]
+    result = explain(sides[0], sides[1], (right[0], right[1]), places, (), lambda: make_plan(*sides))
+    assert [bool(result.rows[place]) for place in places] == [True, True, False]
+    assert result.why == {places[2]: UNSEEN}

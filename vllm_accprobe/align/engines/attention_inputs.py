@@ -4,16 +4,18 @@ The problem: transformers hands them to a function, so that golden has no such t
 norms, cos and sin. Some layers do not rotate, some normalize behind the rotation, some turn neighbours in place of
 halves; a wrong guess condemns a right layer. The idea: how mine made its own says it. Where mine's tensor is to the bit
 what a module of its block gave out, golden's is that module's output; where the block calls a rotary embedding, its
-settings say how it turns; elsewhere (vLLM's backend for models of transformers, whose code turns) the form that gives
-mine's values out of mine's own tensors. What no form gives is not compared. Formulas: derived.py.
+settings say how it turns; elsewhere (vLLM's backend for models of transformers, whose code turns) the form that alone
+gives mine's values out of mine's own tensors. What no form gives is not compared. Cosines of golden whose neighbours
+are alike say how golden turns, whatever mine does. Formulas: derived.py.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,10 @@ from vllm_accprobe.dump.schema import Record
 
 _ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn\.attn")
 _ROLES = {"input.query": "q", "input.key": "k", "input.value": "v"}
+_ROWS = 64
+"""Chosen: the first rows of a tensor, which are read."""
 _NEAR = 0.02
-"""Chosen: relative error of all rows. Rounding q, cos, sin and their products to bfloat16 gives 0.4 to 0.6 %, another
+"""Chosen: relative error of these rows. Rounding q, cos, sin and their products to bfloat16 gives 0.4 to 0.6 %, another
 form 20 % and more where a row stands behind the first few."""
 
 
@@ -64,7 +68,7 @@ def turned_otherwise(own: Any) -> dict[tuple[str, str], str]:
         turns, known = f"{block}.rotary_emb", _Block(own, block, taps)
         for r in taps.get(turns, ()):
             name = r.role.removeprefix("input.")
-            if r.role not in ("input.query", "input.key") or known.is_given(r, name[0]) is not False:
+            if r.role not in ("input.query", "input.key") or known.is_output(r, name[0]) is not False:
                 continue
             places = [(turns, f"{kind}.{name}") for kind in ("input", "inplace")]
             places += [(turns, "output.0" if name == "query" else "output.1"), (f"{block}.attn", r.role)]
@@ -92,7 +96,7 @@ class _Block:
             return [rule for part in ("norm", "proj") for rule in self._rope(r.role, f"{self.path}.{letter}_{part}")]
         return self._by_values(r, letter)
 
-    def is_given(self, r: Record, letter: str) -> bool | None:
+    def is_output(self, r: Record, letter: str) -> bool | None:
         """Whether ``r`` is to the bit what a module of the block gave out, or its part of the joined projection; None
         where that cannot be read."""
         if self._same(r) is not None:
@@ -108,8 +112,8 @@ class _Block:
         """What an earlier module of the block gave out that is ``r``."""
         for tap, records in self.taps.items():
             for x in records if tap != r.tap else ():
-                given = x.role.startswith(("output.", "inplace."))
-                if given and x.seq < r.seq and x.hash == r.hash is not None and x.dtype == r.dtype:
+                made = x.role.startswith(("output.", "inplace."))
+                if made and x.seq < r.seq and x.hash == r.hash is not None and x.dtype == r.dtype:
                     return x
         return None
 
@@ -117,24 +121,25 @@ class _Block:
         return rope(role, tap, self.path, self.path[: self.path.rindex(".layers.")], heads)
 
     def _by_values(self, r: Record, letter: str) -> list[RoleRule]:
-        """The form that gives ``r`` out of what the block has; none where it is not known."""
+        """The one form that gives ``r`` out of what the block has; none where it is not known."""
         wanted = self._rows(r)
         turning = (x for x in self.taps.get(self.path, ()) if x.role.startswith("input.position_embeddings."))
         angles = [rows for x in turning if (rows := self._rows(x)) is not None]
         size = next((m.attrs.get("head_size") for of in self.dump.modules.values() for m in of if m.tap == r.tap), None)
         if wanted is None or not isinstance(size, int) or size < 1 or wanted.shape[1] % size:
             return []
-        best: tuple[float, list[RoleRule]] | None = None
+        turn = len(angles) == 2 and angles[0].shape == angles[1].shape and angles[0].shape[1] in range(2, size + 1, 2)
+        found: list[list[RoleRule]] = []
         for tap, x in self._sources(wanted.shape[1], letter):
             forms = [(x, [RoleRule(r.role, (Source(tap, OUTPUT),))])]
-            if len(angles) == 2 and all(len(a) == len(x) and a.shape[1] <= size for a in angles):
-                forms += [(derived.rope(x, angles[0], angles[1], size, pairs), self._rope(r.role, tap, (size, pairs)))
-                          for pairs in (0, 1)]  # fmt: skip
+            if turn and len(angles[0]) == len(x):
+                turned = [derived.rope(x, angles[0], angles[1], size, pairs) for pairs in (0, 1)]
+                forms += [(turned[pairs], self._rope(r.role, tap, (size, pairs)))
+                          for pairs in range(1 if np.array_equal(turned[0], turned[1]) else 2)]  # fmt: skip
             for value, rules in forms:
-                error = float(np.linalg.norm(value - wanted) / (np.linalg.norm(wanted) or 1.0))
-                if error <= _NEAR and (best is None or error < best[0]):
-                    best = error, rules
-        return [] if best is None else best[1]
+                if np.linalg.norm(value - wanted) <= _NEAR * np.linalg.norm(wanted):
+                    found.append(rules)
+        return found[0] if len(found) == 1 else []
 
     def _sources(self, width: int, letter: str) -> Iterator[tuple[str, np.ndarray]]:
         """(tap of golden, mine's values) of what may be turned: what modules give out, and a part of the joined
@@ -150,16 +155,21 @@ class _Block:
                 yield f"{self.path}.{letter}_proj", x[:, begin : begin + width]
 
     def _query_width(self) -> int:
-        query = next((r for r in self.taps[f"{self.path}.attn"] if r.role == "input.query"), None)
-        rows = None if query is None else self._rows(query)
-        return 0 if rows is None else rows.shape[1]
+        query = next((r for r in self.taps.get(f"{self.path}.attn", ()) if r.role == "input.query"), None)
+        return 0 if query is None else math.prod(query.shape) // (query.shape[query.row_dim] or 1)
 
     def _rows(self, r: Record) -> np.ndarray | None:
-        """float32 [rows, features]; None where there are no values."""
-        if r.payload is None or r.payload.nbytes > derived.LARGEST or r.rows is None or not r.shape:
+        """The first rows: float32 [rows, features]; None where there are no values."""
+        if r.payload is None or r.rows is None or not math.prod(r.shape):
+            return None
+        nbytes = r.payload.nbytes
+        if math.prod(r.shape[: r.row_dim]) == 1 and r.row_dim:  # of one sequence
+            r = replace(r, shape=r.shape[r.row_dim :], row_dim=0)
+        if r.row_dim and nbytes > derived.LARGEST:
             return None
         try:
-            value = widen(self.dump.read(r), r.dtype).astype(np.float32)
+            bits = self.dump.read(r) if r.row_dim else self.dump.read_rows(r, slice(0, _ROWS))
+            value = widen(np.moveaxis(bits, r.row_dim, 0)[:_ROWS], r.dtype).astype(np.float32)
         except (DumpError, OSError):
             return None
-        return np.ascontiguousarray(np.moveaxis(value, r.row_dim, 0)).reshape(value.shape[r.row_dim], -1)
+        return value.reshape(len(value), -1)

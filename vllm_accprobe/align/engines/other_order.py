@@ -76,8 +76,8 @@ def _one_kind(has: dict[str, Record], begin: str, kind: str, shape: tuple[int, .
 
 def _router(dump: Any, has: dict[str, Record], given: dict[str, Record]) -> dict[str, str]:
     """The outputs of a router, by role; none where it shows no logits."""
-    weight = has["param.weight"]
-    fits = [role for role, r in given.items() if DTYPES[r.dtype].kind == "float" and r.shape[-1] == weight.shape[0]]
+    experts = has["param.weight"].shape[:1]
+    fits = [role for role, r in given.items() if DTYPES[r.dtype].kind == "float" and r.shape[-1:] == experts]
     if len(fits) > 1:
         fits = [role for role in fits if _is_product(dump, has, given[role])]
     if len(fits) != 1:
@@ -94,32 +94,38 @@ def _is_product(dump: Any, has: dict[str, Record], out: Record) -> bool:
     """Whether ``out`` is what the module's one input and its weight give."""
     weight = has["param.weight"]
     inputs = [r for role, r in has.items() if role.startswith("input.") and r.shape[-1:] == weight.shape[1:]]
-    values = [_values(dump, r) for r in (*inputs[:1], weight, out)]
-    if len(values) < 3 or any(v is None for v in values) or len(inputs) > 1:
+    values = [_values(dump, r, slice(0, ROWS)) for r in (*inputs[:1], out)] + [_values(dump, weight)]
+    if len(inputs) != 1 or any(v is None or v.ndim != 2 for v in values):
         return False
-    x, w, y = (v.astype(np.float64) for v in values if v is not None)
-    x, y = x[:ROWS], y[:ROWS]
+    x, y, w = (v.astype(np.float64) for v in values if v is not None)
     bias = _values(dump, has["param.bias"]) if "param.bias" in has else None
+    if len(x) != len(y) or (bias is not None and bias.shape != w.shape[:1]):
+        return False
     right = x @ w.T + (0.0 if bias is None else bias)
-    return x.shape[0] == y.shape[0] and bool(np.linalg.norm(right - y) <= _NEAR * np.linalg.norm(right))
+    return bool(np.linalg.norm(right - y) <= _NEAR * np.linalg.norm(right))
 
 
 def _paired_heads(theirs: Any, own: Any) -> dict[str, int]:
-    """Projections of golden whose weight mine has with the pairs of each head as halves, and the size of a head."""
+    """Projections of golden whose weight mine has with the pairs of each head as halves, and the size of a head. Not
+    where golden turns by a cosine and a sine, as all do that turn halves: there mine's weight is a wrong one."""
     weights = {r.tap: r for r in theirs.records if r.role == "param.weight"}
     mine = {r.tap: r for r in reversed(own.records) if r.role == "param.weight"}
+    turned = {r.tap.removesuffix(".rotary_emb") for r in theirs.records if r.role == "input.position_embeddings.1"
+              or (r.role == "output.1" and r.tap.endswith(".rotary_emb"))}  # fmt: skip
     found: dict[str, int] = {}
     for module in (m for modules in own.modules.values() for m in modules if m.cls == "QKVParallelLinear"):
         size, heads, r = module.attrs.get("head_size"), module.attrs.get("num_heads"), mine.get(module.tap)
         if not isinstance(size, int) or not isinstance(heads, int) or size < 2 or size % 2 or r is None:
             continue
         block = module.tap.rpartition(".")[0]
+        if not turned.isdisjoint((block, block.rpartition(".layers.")[0])):
+            continue
         for name, begin in (("q_proj", 0), ("k_proj", heads * size)):
             golden = weights.get(f"{block}.{name}")
-            pair = None if golden is None else (_values(theirs, golden), _values(own, r))
-            if golden is None or pair is None or pair[0] is None or pair[1] is None:
+            head = None if golden is None else _values(theirs, golden, slice(0, size))
+            stored = None if head is None else _values(own, r, slice(begin, begin + size))
+            if golden is None or head is None or stored is None:
                 continue
-            head, stored = pair[0][:size], pair[1][begin : begin + size]
             if head.shape != stored.shape or len(head) < size:
                 continue
             if r.dtype == "bfloat16":
@@ -130,10 +136,11 @@ def _paired_heads(theirs: Any, own: Any) -> dict[str, int]:
     return found
 
 
-def _values(dump: Any, r: Record) -> np.ndarray | None:
-    if r.payload is None or r.payload.nbytes > LARGEST:
+def _values(dump: Any, r: Record, rows: slice = slice(None)) -> np.ndarray | None:
+    """Some rows, which lie along dimension 0."""
+    if r.payload is None or r.row_dim or not r.shape or (rows.stop is None and r.payload.nbytes > LARGEST):
         return None
     try:
-        return widen(dump.read(r), r.dtype)
+        return widen(dump.read_rows(r, rows), r.dtype)
     except (DumpError, OSError):
         return None

@@ -281,17 +281,20 @@ _SCALED = re.compile(r"\((\w+(?:\[\d+\])?) \* [-\d.e]+\)")
 
 def scaled_in_front(theirs: Any, own: Any) -> dict[tuple[str, str], str]:
     """Inputs that by the code around them are something times a number on one side and that thing itself on the other,
-    whose module multiplies itself (Falcon-H1): by (tap, role), why they are two things."""
-    forward = {m.tap: object_at(m.attrs, "forward") or {} for of in theirs.modules.values() for m in of}
+    whose module may multiply itself, for no formula describes what it computes (Falcon-H1): by (tap, role), why they
+    are two things."""
+    sides = [{m.tap: object_at(m.attrs, "forward") for of in d.modules.values() for m in of} for d in (theirs, own)]
     found: dict[tuple[str, str], str] = {}
-    for module in (m for of in own.modules.values() for m in of):
-        known = forward.get(module.tap, {})
-        for name, formula in (object_at(module.attrs, "forward") or {}).items():
-            other = known.get(name)
+    for tap, formulas in sides[1].items():
+        known = sides[0].get(tap) or {}
+        for name, formula in (formulas or {}).items():
             child, _, role = name.removeprefix("inside.").partition("/")
-            pair = [(_SCALED.fullmatch(a), b) for a, b in ((str(formula), other), (str(other), formula))]
-            if role and name.startswith("inside.") and any(m is not None and m[1] == b for m, b in pair):
-                found[f"{module.tap}.{child}", f"input.{role}"] = "one side's code multiplies in front of the module"
+            pair = known.get(name), formula
+            scaled = [(m, side) for side in (0, 1) if (m := _SCALED.fullmatch(str(pair[side]))) is not None]
+            if role and name.startswith("inside.") and any(
+                m[1] == pair[1 - side] and sides[1 - side].get(f"{tap}.{child}") == {} for m, side in scaled
+            ):
+                found[f"{tap}.{child}", f"input.{role}"] = "one side's code multiplies in front of the module"
     return found
 
 

@@ -2,18 +2,19 @@
 
 The problem: a row may differ because its operator is wrong, or because what the operator read differed already. Only
 the second is no fault of the operator, and only where everything that it read is known. The idea: a row of an output is
-explained where the replay checked it on both sides and found it right; golden's reads and mine's, both carried through
-the reference, then differ by what the outputs differ by. A row of an input is explained where it is, to the bit, an
-explained output of the same step, or a slice, sum or product of such outputs (align/derived.py). What has no
-reference, was not replayed, or comes from where nothing was captured is not explained, and the reason is kept; neither
-is what the two sides' modules would compute otherwise of the same reads (prove.py), and a rank's share that nobody
-adds up.
+explained where the replay checked it on both sides and found it right, and what it read is compared or explained:
+golden's reads and mine's, both carried through the reference, then differ by what the outputs differ by. A row of an
+input is explained where it is, to the bit, an explained output of the same step, or a slice, sum or product of such
+outputs (align/derived.py). What has no reference, was not replayed, or comes from where nothing was captured is not
+explained, and the reason is kept; neither is what the two sides' modules would compute otherwise of the same reads
+(prove.py), and a rank's share that nobody adds up.
 Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decide.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
 from vllm_accprobe.dump.decode import Where, decode, refused
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.record_table import of_moment
 from vllm_accprobe.dump.schema import Record
@@ -112,11 +114,11 @@ def explain(
     if not wanted and not taps:
         return Explained()
     plan = planned()
-    rows_of = [{(r.rank, r.step, r.seq): r for u in plan.units for g in getattr(u, side) for r in spread(g.records)}
+    records = [[r for u in plan.units if not u.is_param for g in getattr(u, side) for r in g.records]
                for side in ("golden", "mine")]  # fmt: skip
     sides = (
-        _Replayed(golden, plan.tokens.golden, checked[0], {}, rows_of[0]),
-        _Replayed(mine, plan.tokens.mine, checked[1], otherwise or {}, rows_of[1]),
+        _Replayed(golden, plan.tokens.golden, checked[0], {}, records[0]),
+        _Replayed(mine, plan.tokens.mine, checked[1], otherwise or {}, records[1]),
     )
     rows: dict[str, Ranges] = {}
     why: dict[str, str] = {}
@@ -153,10 +155,12 @@ class _Replayed:
 
     def __init__(
         self, dump: Dump, rows: SideRows, checked: Iterable[CheckResult], otherwise: Mapping[str, str] = _NO_REASONS,
-        spread: Mapping[tuple[int, int | None, int], Derived] = MappingProxyType({}),
+        compared: Collection[Record] = (),
     ):  # fmt: skip
-        """spread: tensors without rows in the dump, as the plan has them (align/derived.with_rows)."""
-        self._spread = spread
+        """compared: what the plan compares with the other side."""
+        self._spread = {(r.rank, r.step, r.seq): r for r in spread(compared)}
+        """Tensors without rows in the dump, as the plan has them (align/derived.with_rows)."""
+        self._compared = {(r.tap, r.role) for r in _parts(compared)}
         self._dump, self._rows, self._otherwise = dump, rows, otherwise
         self._unsummed = unsummed(dump)
         self._right: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
@@ -179,6 +183,9 @@ class _Replayed:
                 self._calls[c.rank, c.step, c.tap, c.call] = why
         self._steps: dict[tuple[int, int | None], list[Record]] = {}
         self._made: dict[tuple[int, int | None], dict[str, Record]] = {}
+        self._reads: dict[tuple[int, int | None], dict[tuple[str, int], list[Record]]] = {}
+        """By call of a module that holds none, floating-point inputs with rows that are compared under no name. (What
+        holds modules hands on most of what it reads.)"""
         self._known: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._computed: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._relations: tuple[tuple[int, int | None], Relations] | None = None
@@ -193,7 +200,7 @@ class _Replayed:
             found: np.ndarray | None = every
             known = True
             for record in _parts(group.records):
-                keys, reason = self.record(record)
+                keys, reason = self._with_reads(record)
                 why = why or reason
                 if keys is None:
                     known = False
@@ -208,12 +215,31 @@ class _Replayed:
             bad.append(np.setdiff1d(every, found))
         return np.setdiff1d(np.unique(np.concatenate(good)), np.concatenate(bad)), whole, why
 
+    def _with_reads(self, r: Record) -> tuple[np.ndarray | None, str]:
+        """`record`, without the rows of an output of which the module read something that is neither compared nor
+        explained: what was computed in front of it may be wrong, and no pair would show it."""
+        (keys, why), moment, made = self.record(r), (r.rank, r.step), r
+        if keys is None:
+            return keys, why
+        if moment not in self._made:
+            self._index(moment)
+        while (*moment, made.seq) not in self._right and (earlier := self._handed_on(made)) is not None:
+            made = earlier
+        checked = (*moment, made.seq) in self._right and (*moment, made.seq) not in self._computed
+        for x in self._reads[moment].get((made.tap, made.call), ()) if checked else ():
+            known, reason = self.record(x)
+            why = why or reason
+            if known is None:
+                return None, why
+            keys = np.intersect1d(keys, known) if self._keys(r) is not None else keys
+        return keys, why
+
     def learn(self, groups: Iterable[Group], keys: np.ndarray, left: str) -> None:
         """These rows of the groups are right, too, where a group is a tensor of the dump as it is, and no replay found
         it wrong. left: why others were not checked."""
         found: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         for r in (own for g in groups for one in g.records if (own := plain(one)) is not None):
-            every, (known, why) = self._keys(r), self.record(r)
+            every, (known, why) = self._keys(r), self._with_reads(r)
             if every is None or why in ("", WRONG) or not (len(keys) or left):
                 continue
             more = np.union1d(np.intersect1d(every, keys), _NONE if known is None else known)
@@ -289,7 +315,15 @@ class _Replayed:
         own = sorted(of_moment(self._dump.records, *moment), key=lambda r: r.seq)
         made: dict[str, Record] = {}
         distinct: dict[str, Record] = {}
+        reads = self._reads[moment] = defaultdict(list)
+        holding = {tap for inner in {r.tap for r in own} for tap in enclosing(inner)}
+        compared = {r.hash for r in own if r.hash is not None and (r.tap, r.role) in self._compared}
         for r in own:
+            place = r.tap, r.role
+            if r.role.startswith("input") and place not in self._compared and r.hash not in compared and (
+                r.tap not in holding and DTYPES[r.dtype].kind == "float" and self._keys(r) is not None
+            ):  # fmt: skip
+                reads[r.tap, r.call].append(r)
             if r.hash is None:
                 continue
             if r.role.startswith(("output", "inplace")):

@@ -64,8 +64,8 @@ class GoldenReads:
         tap, role, call = unit.key
         if not role.startswith("input."):
             return self._of(tap, role, call)
-        around = (t for t in enclosing(tap) if (0, t) in self._calls.by_tap and self._calls.cls_of(0, t) in KINDS)
-        for outer in around:  # what a recurrence made is an input of a module inside (references/mixers.py)
+        mixers = (t for t in enclosing(tap) if (0, t) in self._calls.by_tap and self._calls.cls_of(0, t) in KINDS)
+        for outer in mixers:  # what a recurrence made is an input of a module inside (references/mixers.py)
             keys, left = self._of(outer, f"{INSIDE}{tap.removeprefix(outer)[1:]}/{role.removeprefix('input.')}", call)
             if len(keys) or left:
                 return keys, left
