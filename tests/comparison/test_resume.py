@@ -19,6 +19,16 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report.table import write_csv
 
 
+def test_other_code_of_the_same_release_begins_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_CODE", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    before = identity([])
+    (tmp_path / "a.pyc").write_text("compiled")
+    assert identity([]) == before
+    (tmp_path / "a.py").write_text("1.0")
+    assert identity([]) != before
+
+
 def test_the_names_of_all_values_are_part_of_the_identity(monkeypatch, dumps):
     """A file of a release that kept other values of a unit begins anew."""
     opened = [open_dump(d) for d in dumps]

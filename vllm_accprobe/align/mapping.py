@@ -41,8 +41,8 @@ class Source:
 class RoleRule:
     """mine: a role, or several with ``+`` between them, whose sum is meant; None: every role. sources: how the golden
     makes it; join: ``cat`` along ``dim`` (params: 0 unless said), ``sum``, or ``rope`` (value, cos, sin). heads: see
-    derived.Derived. handed: a template of a place of mine, its role or the begin of it: where mine has one
-    there, it must be to the bit mine's here."""
+    derived.Derived. equal: a template of TAP/ROLE, of which the role may be cut short: what mine has there must
+    be to the bit what it has here."""
 
     mine: str | None
     sources: tuple[Source, ...]
@@ -50,7 +50,7 @@ class RoleRule:
     dim: int | None = None
     transpose: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
-    handed: str = ""
+    equal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

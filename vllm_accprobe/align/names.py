@@ -18,13 +18,13 @@ from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive, with_rows
 from vllm_accprobe.align.engines import vllm_names
-from vllm_accprobe.align.engines.attention_inputs import attention_inputs, turned_otherwise
+from vllm_accprobe.align.engines.attention_inputs import attention_inputs
 from vllm_accprobe.align.engines.other_order import in_order
+from vllm_accprobe.align.engines.other_places import other_places
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
 from vllm_accprobe.dump.decode import object_at
-from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import Record
 
@@ -284,21 +284,13 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         theirs, notes = in_order(theirs, own)
         golden, mine = (own, theirs) if swapped else (theirs, own)
         lines += notes
-        stored = {**vllm_names.stored_otherwise(theirs, own), **attention_inputs(own)}
+        attention, changed = attention_inputs(own)
+        stored = {**vllm_names.stored_otherwise(theirs, own), **attention}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
-        apart_from = vllm_names.without_bias(own) | turned_otherwise(own) | vllm_names.scaled_in_front(theirs, own)
-        factors = own_numbers(*((mine, golden) if swapped else (golden, mine)))
-        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in apart_from
-                               and not (r.tap in factors and r.role.startswith("output."))])  # fmt: skip
-        both = golden.records, mine.records
-        elsewhere = given_out_elsewhere(*both) | given_out_elsewhere(*reversed(both))
-        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in elsewhere])
-        lines += [f"mapping: {tap}/{role} is {other[0]}/{other[1]} on one side alone: compared there"
-                  for (tap, role), other in elsewhere.items()]  # fmt: skip
+        apart_from = changed | other_places(theirs, own, *((mine, golden) if swapped else (golden, mine)))
+        golden = View(golden, [r for r in golden.records if (r.tap, r.role) not in apart_from])
         lines += [f"mapping: {tap}/{role} is not compared: {why}" for (tap, role), why in apart_from.items()]
-        lines += [f"mapping: {tap} has {role} in transformers alone: its outputs are not compared"
-                  for tap, role in factors.items()]  # fmt: skip
     apart = None if foreign else experts_apart(*map(first_of_each_site, (golden.records, mine.records)))
     if apart is not None:
         golden, mine, notes = apply(apart[0], golden, mine, apart[1])
@@ -314,53 +306,6 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         if absent:
             lines.append(f"the routed experts alone on one side: {len(absent)} outputs not compared")
     return Bridge(golden, mine, lines, foreign)
-
-
-_READERS = 16
-"""Chosen: places behind an output at which its values are tried; one tensor has about six."""
-
-
-def given_out_elsewhere(golden: Sequence[Record], mine: Sequence[Record]) -> dict[Place, Place]:
-    """Outputs that are to the bit a later tensor in golden, and never in mine, whose code does in between what golden's
-    module does itself (Gemma scales its embedding): by place, the later one. Both dumps have both: the modules of one
-    name are cut in different places, and the later pair is the same place."""
-    theirs, own = (_by_moment(records) for records in (golden, mine))
-    later: dict[Place, list[Place]] = {}
-    for places in theirs.values():
-        same: dict[Any, list[Place]] = defaultdict(list)
-        for place, r in places.items():
-            same[r.hash].append(place)
-        for alike in same.values():
-            for i, place in enumerate(alike):
-                if place[1].startswith("output."):
-                    after = alike[i + 1 : i + 1 + _READERS]
-                    later[place] = [p for p in later[place] if p in after] if place in later else after
-    found: dict[Place, Place] = {}
-    for place, others in later.items():
-        for other in others:
-            pairs = [(at[place], at[other]) for at in own.values() if place in at and other in at]
-            if pairs and all(a.shape == b.shape and a.hash != b.hash for a, b in pairs):
-                found.setdefault(place, other)
-    return found
-
-
-def own_numbers(one: Any, other: Any) -> dict[str, str]:
-    """By tap, a single number among the parameters of ``one``, of transformers, that vLLM's module of that name has
-    not: its code multiplies somewhere else, and the outputs are other tensors. (vLLM's own numbers scale what is
-    quantized.)"""
-    numbers = {r.tap: r.role for r in one.records if r.step is None and not r.shape and DTYPES[r.dtype].kind == "float"}
-    known = {(r.tap, r.role) for r in other.records if r.tap in numbers}
-    there = {tap for tap, role in known if role.startswith("param.")}
-    return {tap: role for tap, role in numbers.items() if tap in there and (tap, role) not in known}
-
-
-def _by_moment(records: Iterable[Record]) -> dict[_Moment, dict[Place, Record]]:
-    """Tensors whose values are known by a hash, in order."""
-    found: dict[_Moment, dict[Place, Record]] = defaultdict(dict)
-    for r in records:
-        if r.hash is not None and r.step is not None:
-            found[_moment(r)].setdefault((r.tap, r.role), r)
-    return found
 
 
 def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[View, View, list[str]]:
@@ -416,7 +361,7 @@ class _Work:
                 before = len(self.made)
                 for part in rule.parts:
                     for mine_roles, places in self._expand(part, tap, groups):
-                        self._make(rule, part, tap, mine_roles, places, fill(part.handed, groups) or "")
+                        self._make(rule, part, tap, mine_roles, places, fill(part.equal, groups) or "")
                 if rule.alone and len(self.made) > before:
                     self.replaced.add(tap)
 
@@ -510,7 +455,7 @@ class _Work:
         return alike[0] if len(alike) == 1 and kind != "param" else None
 
     def _make(self, rule: TapRule, part: RoleRule, tap: str, mine_roles: tuple[str, ...], places: list[Place],
-              handed: str) -> None:  # fmt: skip
+              equal: str) -> None:  # fmt: skip
         role = joined_role(mine_roles)
         if (tap, role) in self.made or any((tap, r) not in self.mine.places for r in mine_roles):
             return
@@ -518,7 +463,7 @@ class _Work:
             return
         if len(mine_roles) > 1 and self._is_whole(tap, mine_roles):
             return
-        if handed and self._changed((tap, role), *handed.split("/")):
+        if equal and self._changed((tap, role), *equal.split("/")):
             return
         label = f"mapping {rule.label}"
         made = self._derive(self.golden, places, tap, role, part, label)

@@ -295,6 +295,10 @@ PIECE = 4 << 20
 """Bytes of row tables that are packed together, or more where one unit has more."""
 
 
+_CODE = Path(__file__).resolve().parents[1]
+"""This package, whose sources decide what is paired and measured: of one release there may be several."""
+
+
 def identity(dumps: Sequence[Any], *choices: Any) -> str:
     """A hash of everything that measured units depend on. choices: plain values or text."""
     from importlib.metadata import PackageNotFoundError, version
@@ -307,7 +311,8 @@ def identity(dumps: Sequence[Any], *choices: Any) -> str:
     for dump in dumps:
         root = Path(dump.path)
         files.append([str(root.resolve()), len(dump.records), sorted(_files(root))])
-    text = json.dumps([release, LAYOUT, files, [repr(c) for c in choices]])
+    code = sorted(file for file in _files(_CODE) if file[0].endswith(".py"))
+    text = json.dumps([release, LAYOUT, code, files, [repr(c) for c in choices]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -316,7 +321,8 @@ def _files(root: Path) -> list[list[Any]]:
     if root.is_file():
         state = root.stat()
         return [[root.name, state.st_size, state.st_mtime_ns]]
-    for directory, _, names in os.walk(root):
+    for directory, inner, names in os.walk(root):
+        inner[:] = (name for name in inner if name != "__pycache__")
         for name in names:
             if name == UNFINISHED:  # results may be written into the dump's own directory
                 continue

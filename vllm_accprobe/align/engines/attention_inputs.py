@@ -27,8 +27,10 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
 
-_ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn\.attn")
+_ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn")
 _ROLES = {"input.query": "q", "input.key": "k", "input.value": "v"}
+_TURNED = {"input.query": (OUTPUT, "inplace.query"), "input.key": ("output.1", "inplace.key")}
+"""What a rotary embedding makes of its inputs."""
 _ROWS = 64
 """Chosen: the first rows of a tensor, which are read."""
 _NEAR = 0.02
@@ -36,16 +38,21 @@ _NEAR = 0.02
 form 20 % and more where a row stands behind the first few."""
 
 
-def attention_inputs(own: Any) -> dict[str, tuple[TapRule, ...]]:
-    """Rules by tap. own: a dump of vLLM."""
-    found: dict[str, tuple[TapRule, ...]] = {}
-    for block, taps in _blocks(own).items():
-        tap = f"{block}.attn"
-        if _ATTENTION.fullmatch(tap) and tap in taps:
-            known = _Block(own, block, taps)
-            parts = [part for r in taps[tap] if r.role in _ROLES for part in known.rules(r)]
-            found[tap] = (TapRule(tap, tuple(parts), "attention's inputs ← q, k, v, cos, sin"),)
-    return found
+def attention_inputs(own: Any) -> tuple[dict[str, tuple[TapRule, ...]], dict[tuple[str, str], str]]:
+    """(rules by tap, of attention and of the rotary embedding in front of it; by place, why it is not compared). own: a
+    dump of vLLM."""
+    rules: dict[str, tuple[TapRule, ...]] = {}
+    changed: dict[tuple[str, str], str] = {}
+    for path, taps in _blocks(own).items():
+        if not _ATTENTION.fullmatch(path):
+            continue
+        block = _Block(own, path, taps)
+        attention = [part for r in taps.get(f"{path}.attn", ()) if r.role in _ROLES for part in block.rules(r)]
+        rotary = [part for role in _TURNED if block.turns in taps for part in block.turned(role)]
+        for tap, parts in ((f"{path}.attn", attention), (block.turns, rotary)):
+            rules[tap] = (TapRule(tap, tuple(parts), f"{tap.rpartition('.')[2]} ← q, k, v, cos, sin"),)
+        changed |= block.changed()
+    return rules, changed
 
 
 def _blocks(own: Any) -> dict[str, dict[str, list[Record]]]:
@@ -60,41 +67,52 @@ def _blocks(own: Any) -> dict[str, dict[str, list[Record]]]:
     return blocks
 
 
-def turned_otherwise(own: Any) -> dict[tuple[str, str], str]:
-    """By place, why a query or key of vLLM's is not made of the projection alone: what its rotary embedding reads is
-    none of what the block's modules gave out (Falcon-H1 scales its keys)."""
-    found: dict[tuple[str, str], str] = {}
-    for block, taps in _blocks(own).items():
-        turns, known = f"{block}.rotary_emb", _Block(own, block, taps)
-        for r in taps.get(turns, ()):
-            name = r.role.removeprefix("input.")
-            if r.role not in ("input.query", "input.key") or known.is_output(r, name[0]) is not False:
-                continue
-            places = [(turns, f"{kind}.{name}") for kind in ("input", "inplace")]
-            places += [(turns, "output.0" if name == "query" else "output.1"), (f"{block}.attn", r.role)]
-            found |= dict.fromkeys(places, "mine's code changes what its projection gives out")
-    return found
-
-
 @dataclass
 class _Block:
-    """A layer's attention in the first step in which it ran. model: the path above its layers."""
+    """A layer's attention in the first step in which it ran."""
 
     dump: Any
     path: str
     taps: dict[str, list[Record]]
 
+    @property
+    def turns(self) -> str:
+        return f"{self.path}.rotary_emb"
+
     def rules(self, r: Record) -> list[RoleRule]:
+        """Of an input of attention."""
         letter = _ROLES[r.role]
         same = self._same(r)
-        turns = f"{self.path}.rotary_emb"
-        if same is not None and same.tap != turns:
+        if same is not None and same.tap != self.turns:
             return [RoleRule(r.role, (Source(same.tap, same.role),))]
         if letter == "v":
             return [RoleRule(r.role, (Source(f"{self.path}.v_proj", OUTPUT),))]
-        if any(x.role.startswith("output.") for x in self.taps.get(turns, ())):
-            return [rule for part in ("norm", "proj") for rule in self._rope(r.role, f"{self.path}.{letter}_{part}")]
+        if any(x.role.startswith("output.") for x in self.taps.get(self.turns, ())):
+            return [rule for source in self._made_by(r.role) for rule in self._rope(r.role, source)]
         return self._by_values(r, letter)
+
+    def turned(self, role: str) -> list[RoleRule]:
+        """Of an input of the rotary embedding, and of what that makes of it."""
+        sources = self._made_by(role)
+        given = [RoleRule(role, (Source(source, OUTPUT),)) for source in sources]
+        return given + [rule for made in _TURNED[role] for s in sources for rule in self._rope(made, s)]
+
+    def changed(self) -> dict[tuple[str, str], str]:
+        """By place, why a query or key is not made of the projection alone: what the rotary embedding reads is none of
+        what the block's modules gave out (Falcon-H1 scales its keys)."""
+        found: dict[tuple[str, str], str] = {}
+        for r in self.taps.get(self.turns, ()):
+            if r.role in _TURNED and self.is_output(r, _ROLES[r.role]) is False:
+                places = [(self.turns, role) for role in (r.role, *_TURNED[r.role])]
+                places.append((f"{self.path}.attn", r.role))
+                found |= dict.fromkeys(places, "mine's code changes what its projection gives out")
+        return found
+
+    def _made_by(self, role: str) -> list[str]:
+        """Taps whose output the rotary embedding reads as ``role``: the first that golden has."""
+        r = next((x for x in self.taps.get(self.turns, ()) if x.role == role), None)
+        same = None if r is None else self._same(r)
+        return [same.tap] if same is not None else [f"{self.path}.{_ROLES[role]}_{part}" for part in ("norm", "proj")]
 
     def is_output(self, r: Record, letter: str) -> bool | None:
         """Whether ``r`` is to the bit what a module of the block gave out, or its part of the joined projection; None

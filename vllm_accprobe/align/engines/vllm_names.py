@@ -40,8 +40,8 @@ def _rule(label: str, pattern: str, *parts: RoleRule, alone: bool = False, needs
     return TapRule(pattern, parts, label, alone, needs)
 
 
-def _one(mine: str, tap: str, role: str, *, handed: str = "") -> RoleRule:
-    return RoleRule(mine, (Source(tap, role),), handed=handed)
+def _one(mine: str, tap: str, role: str, *, equal: str = "") -> RoleRule:
+    return RoleRule(mine, (Source(tap, role),), equal=equal)
 
 
 def _cat(mine: str | None, *places: tuple[str, str | None]) -> RoleRule:
@@ -67,20 +67,6 @@ _BLOCK = r"re:(.*)\.layers\.(\d+)\.self_attn"
 _HERE = "{1}.layers.{2}.self_attn."
 
 
-def _rotary(q: str, k: str) -> list[TapRule]:
-    q, k = _HERE + q, _HERE + k
-    places = (("output.0", q), ("inplace.query", q), ("output.1", k), ("inplace.key", k))
-    return [
-        _rule(
-            "rotary embedding ← q, k, cos, sin",
-            _BLOCK + r"\.rotary_emb",
-            _one("input.query", q, "output.0"),
-            _one("input.key", k, "output.0"),
-            *(rule for mine, tap in places for rule in rope(mine, tap, _HERE[:-1], "{1}")),
-        ),
-    ]
-
-
 _STREAM = "input.hidden_states"
 _BIAS = "param.e_score_correction_bias"
 _NORMS = r"re:((?:.*\.)?[^.]*(?:norm|ln)[^.]*)"
@@ -95,17 +81,15 @@ _RULES = (
         "**.act_fn",
         replace(
             _cat("input.x", ("**.gate_proj", "output.0"), ("{1}.up_proj", "output.0")),
-            handed="{1}.gate_up_proj/output.0",  # Falcon-H1 scales what it gives out
+            equal="{1}.gate_up_proj/output.0",  # Falcon-H1 scales what it gives out
         ),
         _one("output.0", "**.down_proj", "input.input"),
         alone=True,
     ),
-    *_rotary("q_norm", "k_norm"),
-    *_rotary("q_proj", "k_proj"),
     _rule(
         "attention's output ← o_proj's input",
         _BLOCK + r"\.attn",
-        _one("output.0", _HERE + "o_proj", "input.input", handed=_HERE + "o_proj/input."),  # a gate may stand between
+        _one("output.0", _HERE + "o_proj", "input.input", equal=_HERE + "o_proj/input."),  # a gate may stand between
     ),
     _rule(
         "a gated norm's x, z ← hidden_states, gate",
@@ -273,39 +257,6 @@ def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
             if gives is not None and OUTPUT not in known and child.endswith("Linear"):  # one layer is the same in both
                 found[tap] = (_rule(f"output ← {gives[1]}'s", tap, _one(OUTPUT, f"{tap}.{gives[1]}", OUTPUT)),)
     return found
-
-
-_SCALED = re.compile(r"\((\w+(?:\[\d+\])?) \* [-\d.e]+\)")
-"""A formula of something times a number."""
-
-
-def scaled_in_front(theirs: Any, own: Any) -> dict[tuple[str, str], str]:
-    """Inputs that by the code around them are something times a number on one side and that thing itself on the other,
-    whose module may multiply itself, for no formula describes what it computes (Falcon-H1): by (tap, role), why they
-    are two things."""
-    sides = [{m.tap: object_at(m.attrs, "forward") for of in d.modules.values() for m in of} for d in (theirs, own)]
-    found: dict[tuple[str, str], str] = {}
-    for tap, formulas in sides[1].items():
-        known = sides[0].get(tap) or {}
-        for name, formula in (formulas or {}).items():
-            child, _, role = name.removeprefix("inside.").partition("/")
-            pair = known.get(name), formula
-            scaled = [(m, side) for side in (0, 1) if (m := _SCALED.fullmatch(str(pair[side]))) is not None]
-            if role and name.startswith("inside.") and any(
-                m[1] == pair[1 - side] and sides[1 - side].get(f"{tap}.{child}") == {} for m, side in scaled
-            ):
-                found[f"{tap}.{child}", f"input.{role}"] = "one side's code multiplies in front of the module"
-    return found
-
-
-def without_bias(own: Any) -> dict[tuple[str, str], str]:
-    """Outputs of vLLM's layers that leave their bias to a later addition, and what hands such a one on: by (tap, role),
-    why they are nothing of transformers'."""
-    layers = {m.tap for of in own.modules.values() for m in of if m.attrs.get("skip_bias_add") is True}
-    apart = {r.tap for r in own.records if r.tap in layers and r.role == "output.1"}
-    values = {(r.rank, r.step, r.hash) for r in own.records if r.tap in apart and r.role == OUTPUT and r.hash}
-    return {(r.tap, r.role): "mine's layer leaves its bias to a later addition" for r in own.records
-            if r.role.startswith("output.") and r.rows is not None and (r.rank, r.step, r.hash) in values}  # fmt: skip
 
 
 _APART = "SharedFusedMoE"

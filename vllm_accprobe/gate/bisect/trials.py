@@ -165,7 +165,7 @@ class Trials:
 
     def run(self, command: ServeCommand, again: int = 0, *, afresh: bool = False) -> Tried:
         """afresh: also where it is known. Raises ServerLost where it was lost for the first time, SendError where it
-        cannot be asked, OSError; what was answered is kept then, and the next call goes on."""
+        does not answer, OSError; the answers so far are kept then, and the next call goes on."""
         key = self.key(command, again)
         place = self._out / key
         if not afresh and (known := self._known(key, place)) is not None:
