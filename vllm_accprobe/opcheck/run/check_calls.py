@@ -226,7 +226,7 @@ class _Output:
 _Rows = list["CheckResult | _Output"]
 _TOGETHER = 1 << 17
 """Chosen: elements of outputs that are judged together: 8 MiB of what a verdict keeps, and as much is worked on."""
-_HELD = 1 << 22
+_WAITING = 1 << 22
 """Chosen: elements of all tensors of the calls that wait: where an output is one token of 10**5 logits, `_TOGETHER`
 elements of outputs are 10**5 calls."""
 _CALL = 1 << 10
@@ -243,19 +243,19 @@ def check_calls(
     for few rows. calls: each with what is to be checked, and rows that it has besides. begins: called before calls are
     judged when a later one has begun; None: each is judged alone."""
     waiting: list[tuple[Captured, _Rows]] = []
-    size = held = 0
+    size = memory = 0
     for captured, parts in calls:
         rows = [row for part in parts for row in (_outputs(part) if isinstance(part, ToCheck) else [part])]
         elements = sum(row.mine.numel() for row in rows if isinstance(row, _Output))
         own = _CALL + sum(prod(r.shape) for r in captured.records.values())
-        if waiting and (size + elements > _TOGETHER or held + own > _HELD):
+        if waiting and (size + elements > _TOGETHER or memory + own > _WAITING):
             yield from _judged(dump, waiting, begins)
-            waiting, size, held = [], 0, 0
+            waiting, size, memory = [], 0, 0
         waiting.append((captured, rows))
-        size, held = size + elements, held + own
+        size, memory = size + elements, memory + own
         if begins is None or "cache" in captured.what.extra:  # which the next call changes
             yield from _judged(dump, waiting, begins if len(waiting) > 1 else None)
-            waiting, size, held = [], 0, 0
+            waiting, size, memory = [], 0, 0
     yield from _judged(dump, waiting, begins)
 
 
