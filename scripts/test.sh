@@ -20,8 +20,8 @@ check mypy "$PYTHON" -m mypy
 check imports "$VENV/bin/lint-imports" --no-logo
 # Hundreds of children import the package; where an image forbids bytecode files, each would compile it anew (1 s).
 unset PYTHONDONTWRITEBYTECODE
-# Two processes: tests/conftest.py says who gets what; -n 0 runs all in one.
-check pytest "$PYTHON" -m pytest -n 2 --dist loadgroup --durations=25 "$@"
+# Three processes on two cores: tests/conftest.py says who gets what, and why; -n 0 runs all in one.
+check pytest "$PYTHON" -m pytest -n 3 --dist loadgroup --durations=25 "$@"
 
 for word in "$@"; do
   if [ "$word" = --all ]; then check releases bash "$ROOT/scripts/matrix.sh"; fi

@@ -1,9 +1,10 @@
-"""How the suite is spread over two processes.
+"""How the suite is spread over three processes on two cores.
 
-The problem: most of the time goes into vLLM engines, which tests share by session-scoped fixtures, and what is shared
-must stay in one process. The idea: the engines with this machine's kernels are one piece of work, those with lesser
-kernels, which share nothing with them, another; the processes begin with these, and whoever is ready takes the next
-piece: first what starts engines of its own (APART), then all other tests, file by file.
+The problem: most of the time goes into vLLM engines, which tests share by session-scoped fixtures, and each process
+makes its own. They wait a third of their time, for signals, sockets and one another. The idea: a piece of work is a
+file, since few captures serve several; the files in TOGETHER share what is dear, and what computes with lesser kernels
+shares nothing with the rest of its file. Three processes keep two cores busy: they begin with engines, and whoever is
+ready takes the next piece.
 
 Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
 cluster, every page typed in, further cases of a kind that has one in the default suite."""
@@ -21,15 +22,13 @@ from support import kernels
 from support.engine import V2_ENV
 from vllm_server import ENV
 
-# Before any test imports torch. Two processes of the suite share two cores: threads of each would wait in loops for one
+# Before any test imports torch. Processes of the suite share two cores: threads of each would wait in loops for one
 # another (libgomp, OpenBLAS), which took thirteen times the processor time where tensors are small.
 _THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
-SHARED, LESSER = "engine", "engine-avx2"
-APART = ("test_captured_engine.py", "test_captured_taps.py", "test_cluster.py")
-"""Files with engines or clusters that share nothing with others."""
-DOCUMENTS = "test_documents.py"
-"""Its pages but README, with ``--all``, take long and share few captures."""
+LESSER = "engine-avx2"
+TOGETHER = {"test_compiled.py": "engine-compiled", "test_graph_taps.py": "engine-compiled"}
+"""Files with one compiled engine, which takes half a minute."""
 
 
 @pytest.fixture(scope="session")
@@ -97,19 +96,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _group(item: pytest.Item) -> str:
-    if (
-        not _engine(item)
-        or item.path.name in APART
-        or (item.path.name == DOCUMENTS and item.get_closest_marker("extra"))
-    ):
-        return str(item.path)
-    parameters = getattr(item, "callspec", None)
-    return LESSER if parameters and parameters.params.get("each_engines") == "avx2" else SHARED
+    callspec = getattr(item, "callspec", None)
+    if callspec and callspec.params.get("each_engines") == "avx2":
+        return LESSER
+    return TOGETHER.get(item.path.name, str(item.path))
 
 
-def _turn(item: pytest.Item) -> int:
+def _turn(item: pytest.Item) -> bool:
     """When its group begins; xdist deals the groups out in the order of the tests."""
-    return (SHARED, LESSER).index(_group(item)) if _group(item) in (SHARED, LESSER) else 2 if _engine(item) else 3
+    return not _engine(item)
 
 
 def _engine(item: pytest.Item) -> bool:
