@@ -12,6 +12,8 @@ cluster, every page typed in, further cases of a kind that has one in the defaul
 import importlib.util
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,32 +24,101 @@ from support import kernels
 from support.engine import V2_ENV
 from vllm_server import ENV
 
+from vllm_accprobe.whole_file import write_text
+
 # Before any test imports torch. Processes of the suite share two cores: threads of each would wait in loops for one
 # another (libgomp, OpenBLAS), which took thirteen times the processor time where tensors are small.
 _THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
 LESSER = "engine-avx2"
-TOGETHER = {"test_compiled.py": "engine-compiled", "test_graph_taps.py": "engine-compiled"}
-"""Files with one compiled engine, which takes half a minute."""
+TOGETHER = {
+    "engine-compiled": ("test_compiled.py", "test_graph_taps.py"),
+    "gate-server": ("test_real_gate.py", "test_asked_paths.py", "test_real_server.py"),
+}
+"""Files with one compiled engine, which takes half a minute, or one server."""
+
+
+KINDS: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV}
+"""Kind of a process that has imported vLLM → its environment: ``v2``, in which the V2 runner is on."""
+IMPORTED_S = 300
+
+
+def _preload(folder: Path, kind: str, until: ExitStack) -> Path:
+    """Where the commands of a process are that has imported vLLM (scripts/preloaded_vllm.py)."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_FAULT"))}
+    if kind == "v2":
+        environ["PYTHONPATH"] = os.pathsep.join([str(kernels.FORCED), *filter(None, [environ.get("PYTHONPATH")])])
+    return until.enter_context(preloaded(folder, environ | ENV | {"OMP_NUM_THREADS": "1"} | KINDS[kind]))
+
+
+class Preloading:
+    """The process that hands out the tests imports vLLM once for all that run them, when the first of these needs it:
+    ``KIND.needed`` in ``folder`` is the question, ``KIND.ready`` the answer, which has an error's text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._running, self._end = folder, ExitStack(), threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        missing = set(KINDS)
+        while missing and not self._end.wait(0.2):
+            for kind in [k for k in missing if (self.folder / f"{k}.needed").exists()]:
+                missing.remove(kind)
+                error = ""
+                try:
+                    _preload(self.folder / kind, kind, self._running)
+                except Exception as e:
+                    error = f"{type(e).__name__}: {e}"
+                write_text(self.folder / f"{kind}.ready", error)
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+        self._running.close()
+
+
+PRELOADING = pytest.StashKey[Preloading]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        config.stash[PRELOADING] = Preloading(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if preloading := session.config.stash.get(PRELOADING, None):
+        preloading.close()
 
 
 @pytest.fixture(scope="session")
-def preloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
-    """Folders with the commands of a process that has imported vLLM (scripts/preloaded_vllm.py): ``v1``, and ``v2``, in
-    which the V2 runner is on. Each process is started when it is first needed."""
+def preloads(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Path]]:
+    """Folders with the commands of a process that has imported vLLM, by its kind. Each process is started when it is
+    first needed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_FAULT"))}
-    path = os.pathsep.join([str(kernels.FORCED), *filter(None, [environ.get("PYTHONPATH")])])
-    more: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV | {"PYTHONPATH": path}}
     made: dict[str, Path] = {}
     with ExitStack() as running:
 
-        def of(runner: str) -> Path:
-            if runner not in made:
-                own = environ | ENV | {"OMP_NUM_THREADS": "1"} | more[runner]
-                made[runner] = running.enter_context(preloaded(tmp_path_factory.mktemp(f"vllm-{runner}"), own))
-            return made[runner]
+        def shared(kind: str) -> Path:
+            folder = tmp_path_factory.getbasetemp().parent
+            (folder / f"{kind}.needed").touch()
+            end = time.monotonic() + IMPORTED_S
+            while not (ready := folder / f"{kind}.ready").exists():
+                assert time.monotonic() < end, f"vLLM was not imported in {IMPORTED_S} s"
+                time.sleep(0.1)
+            assert not (error := ready.read_text()), error
+            return folder / kind / "bin"
+
+        def of(kind: str) -> Path:
+            if kind not in made:
+                several = hasattr(request.config, "workerinput")
+                own = tmp_path_factory.getbasetemp() / f"vllm-{kind}"
+                made[kind] = shared(kind) if several else _preload(own, kind, running)
+            return made[kind]
 
         yield of
 
@@ -99,7 +170,7 @@ def _group(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     if callspec and callspec.params.get("each_engines") == "avx2":
         return LESSER
-    return TOGETHER.get(item.path.name, str(item.path))
+    return next((name for name, files in TOGETHER.items() if item.path.name in files), str(item.path))
 
 
 def _turn(item: pytest.Item) -> bool:
