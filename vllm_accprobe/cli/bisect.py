@@ -39,6 +39,7 @@ class BisectOptions:
                               metavar="SETTING=VALUE")  # fmt: skip
     switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE")
     floor: list[str] = options.floors()
+    no_floor: bool = options.no_floor()
     narrow: bool = option("--narrow", False, "Also find the value from which a number that was found fails.")
     repeat: int = option("--repeat", 1, "Times that each is run: all must pass to count as pass.", metavar="N", min=1,
                          max=20)  # fmt: skip
@@ -92,7 +93,7 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     against = folder or _golden(what.golden, prompts, out, runs)
     rate = trials.rate_each(usual, len(prompts.lines))
     trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
-    trier.expected, trier.floors = usual, floors
+    trier.expected, trier.floors, trier.own_floor = usual, floors, not what.no_floor
     _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
 
 

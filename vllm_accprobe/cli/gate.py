@@ -28,7 +28,7 @@ class GateOptions:
     floor: list[str] = options.floors()
     floor_dtype: str = option("--floor-dtype", "", "Dtype of the floor that golden's command serves. Default: see "
                               "docs/gate.md.", metavar="DTYPE")  # fmt: skip
-    no_floor: bool = option("--no-floor", False, "No floor from golden's command.")
+    no_floor: bool = options.no_floor()
     rate: float | None = options.rate()
     as_json: bool = options.as_json()
     verbose: bool = options.verbose()

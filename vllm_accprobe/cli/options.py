@@ -216,6 +216,7 @@ rate = _shared("--false-alarm-rate", None, "How probable a false alarm may be, i
                "Default: 0.001; between two servers 0.05.", metavar="P")  # fmt: skip
 floors = _shared("--floor", [], "Another run of golden's side, or what --calibrate wrote. Can be repeated.",
                  metavar="RUN")  # fmt: skip
+no_floor = _shared("--no-floor", False, "No floor from golden's command.")
 seed = _shared("--seed", 0, "Of inputs that are drawn, and of gradients.")
 exec_line = _shared("--exec", None, "A command as one line, in place of -- CMD...", metavar="LINE")
 tokenizer = _shared("--tokenizer", None, "A model's folder or its tokenizer.json: shows tokens' text.", metavar="PATH")

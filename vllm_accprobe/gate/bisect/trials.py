@@ -295,7 +295,9 @@ class TrialRow:
 
 @dataclass
 class Trier:
-    """golden: None: the plain configuration becomes it. rate: of one trial; share: of the command's own distance."""
+    """golden: None: the plain configuration becomes it. rate: of one trial; share: of the command's own distance.
+    own_floor: where golden is the plain configuration, and no floor is named, the first failure must also be beyond
+    what that configuration in another dtype differs by."""
 
     command: ServeCommand
     axes: Sequence[ServerSetting]
@@ -305,6 +307,7 @@ class Trier:
     share: float
     say: Callable[[str], None] = lambda line: None
     floors: list[Sent] = field(default_factory=list)
+    own_floor: bool = True
     rows: list[TrialRow] = field(default_factory=list)
     expected: int = 0
     size: float = 0.0
@@ -312,6 +315,8 @@ class Trier:
     _parts: dict[str, tuple[ServerSetting, ...]] = field(default_factory=dict)
     _bad: Tried | None = None
     _same: frozenset[str] = frozenset()
+    _plain: ServeCommand | None = None
+    _floor_s: float = 0.0
 
     def first(self) -> Tried:
         """The command itself, which tells the model's length and its operators. One that did not start before is
@@ -380,7 +385,7 @@ class Trier:
     @property
     def seconds(self) -> float:
         """Of all that was run for this, now or before."""
-        return sum(row.tried.seconds for row in self.rows)
+        return self._floor_s + sum(row.tried.seconds for row in self.rows)
 
     def _judged(self, configuration: Configuration, tried: Tried) -> TrialOutcome:
         if tried.sent is None:
@@ -388,19 +393,43 @@ class Trier:
             return TrialOutcome(UNRESOLVED, why=tried.why if known else f"{tried.why} ({tried.log})")
         mine = replies.read(tried.sent)
         if self.golden is None:
-            self.golden = mine
+            self.golden, self._plain = mine, self.made(configuration)
         found = judge(self.golden, mine, self.floors)
         whole = (
             configuration.bad >= {a.name for a in self.axes} and not configuration.apart and not configuration.values
         )
         if found.why is not None:
             return TrialOutcome(UNRESOLVED, why=found.why)
+        if whole and self.own_floor and not self.floors and found.fails(self.rate, 0.0):
+            self.own_floor = False
+            self._make_floor(self.golden)
+            found = judge(self.golden, mine, self.floors)
         if whole and found.fails(self.rate, 0.0):
             self.size = max(self.size, found.size)
         least = 0.0 if whole else self.share * self.size
         if found.fails(self.rate, least):
             return TrialOutcome(FAIL, found.size, found.p)
         return TrialOutcome(PASS, found.size, found.p, smaller=found.fails(self.rate, 0.0))
+
+    def _make_floor(self, golden: Sent) -> None:
+        """The plain configuration in another dtype, the first that is served and answers with numbers."""
+        if self._plain is None:
+            return
+        from vllm_accprobe.gate import sides
+
+        line = shlex.join(self._plain.words)
+        refused = []
+        for dtype in sides.candidates(line, None) if sides.of_command(line) != "float32" else []:
+            tried = self.trials.run(self._plain.edited([Edit(drop=("--dtype",), add=(f"--dtype={dtype}",))]))
+            self._floor_s += tried.seconds
+            sent = None if tried.sent is None else replies.read(tried.sent)
+            if sent is not None and gating.has_numbers(golden, sent):
+                self.floors = [sent]
+                self.say(f"floor: everything plain in {dtype}; {'kept' if tried.kept else f'{tried.seconds:.0f} s'}")
+                return
+            refused.append(f"{dtype}: {tried.why or 'it answers with no numbers'}")
+        why = f" ({'; '.join(refused)})" if refused else ""
+        self.say(f"note: the plain configuration makes no floor{why}: rounding may be taken for an error")
 
     def _filled(self, edit: Edit) -> Edit:
         if MODEL_LENGTH not in edit.add:
