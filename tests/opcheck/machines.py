@@ -14,6 +14,7 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.habits import decided
 from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 Tensor = Any
@@ -172,8 +173,8 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def checked(path: Path) -> list[CheckResult]:
-    return list(check(Calls(open_dump(path), None), default_references()))
+def checked(path: Path, standard: str = "operator") -> list[CheckResult]:
+    return list(check(Calls(open_dump(path), None), default_references(), options=Options(standard)))
 
 
 def settled(path: Path) -> tuple[list[CheckResult], decided.MachineHabits]:

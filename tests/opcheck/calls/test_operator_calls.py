@@ -1,4 +1,4 @@
-"""Captured operator calls: their arguments come back, they replay, and what is wrong is found."""
+"""Captured operator calls: arguments come back, and calls replay. What is said of them: tests/freeze, ops-faulty."""
 
 from pathlib import Path
 from typing import Any
@@ -51,25 +51,11 @@ def test_scalars_lists_dtypes_and_devices_reach_the_operator(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_wrong_column_of_a_product_is_found_and_an_honest_one_is_not(tmp_path: Path, wrong: bool) -> None:
-    out = (X.double() @ W.double()).bfloat16()
-    if wrong:
-        out[:, 5] *= 1.05
-    (row,) = rows(tmp_path / "d", ("aten.mm.default", [X, W], {"output.0": out}))
-    assert row.status == ("fail" if wrong else "pass")
-    if wrong:
-        assert row.column == 5
-
-
 def test_what_is_changed_in_place_is_an_output(tmp_path: Path) -> None:
     total = (X.double() + Y.double()).bfloat16()
-    calls = [("aten.add_.Tensor", [X, Y], {"output.0": total, "inplace.input.0": total}),
-             ("aten.add_.Tensor", [X, Y], {"output.0": total, "inplace.input.0": X})]  # fmt: skip
-    found = rows(tmp_path / "d", *calls, mutates=("input.0",))
-    assert [(r.role, r.status) for r in found] == [
-        ("output.0", "pass"), ("inplace.input.0", "pass"), ("output.0", "pass"), ("inplace.input.0", "fail"),
-    ]  # fmt: skip
+    call = "aten.add_.Tensor", [X, Y], {"output.0": total, "inplace.input.0": X}
+    found = rows(tmp_path / "d", call, mutates=("input.0",))
+    assert [(r.role, r.status) for r in found] == [("output.0", "pass"), ("inplace.input.0", "fail")]
 
 
 @pytest.mark.parametrize(("how", "status"), [("nearest", "pass"), ("towards zero", "fail")])

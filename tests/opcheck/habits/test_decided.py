@@ -71,7 +71,8 @@ def test_what_is_allowed_for_passes_by_its_habit_and_strict_allows_nothing(tmp_p
     (habit,) = (h for h in found.habits if h.kind == "accumulator")
     assert habit.price == 64.0  # 128 terms, half a rounding each
     strict, _ = settle(checked, strict=True)
-    assert failed(strict) == {f"layers.{n}.proj" for n in range(4)}
+    cut = m.checked(m.dump(tmp_path / "cut", m.Machine(last=m.zero), "linear"), "strict")
+    assert failed(strict) == failed(cut) == {f"layers.{n}.proj" for n in range(4)}
 
 
 def test_an_operator_that_stands_alone_may_have_the_habit_of_another(tmp_path: Path) -> None:

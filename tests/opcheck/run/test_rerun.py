@@ -41,20 +41,13 @@ def run(dump: Path, out: Path, *arguments: str) -> tuple[int, dict[str, set[str]
 
 
 def test_against_a_golden_only_equal_inputs_decide(tmp_path: Path) -> None:
-    """mine's o_proj is scaled: its inputs are golden's. Behind a wrong attention, o_proj has other inputs."""
+    """mine's o_proj is scaled: its inputs are golden's. Other inputs: tests/freeze, opcheck-options."""
     golden = build(tmp_path / "g")
     code, found = run(build(tmp_path / "m", "layers.0.self_attn.o_proj"), tmp_path / "o", "--against", str(golden))
     assert code == 1
     assert {op for op, s in found.items() if s == {"fail"}} == {"RowParallelLinear"}
     assert found["Attention"] == {"pass"}
     assert found["NobodyKnows"] == {"pass"}  # golden needs no reference
-    code, found = run(build(tmp_path / "n", "layers.0.self_attn.attn"), tmp_path / "p", "--against", str(golden))
-    assert code == 1
-    assert found["Attention"] == {"pass", "fail"}
-    assert found["RowParallelLinear"] == {"pass", "skip"}
-    (skipped,) = {r["message"] for r in table(tmp_path / "p") if r["status"] == "skip"}
-    assert skipped == "golden's call had other inputs: what differs need not have been created here"
-    assert all(r["rel_l2"] for r in table(tmp_path / "p") if r["status"] == "skip")  # measured all the same
 
 
 @pytest.mark.parametrize("fault", ["", "layers.0.norm", "layers.0.self_attn.attn"])

@@ -125,10 +125,7 @@ def test_resume_refuses_what_was_begun_otherwise(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--standard", "none"], "standard 'none': known are operator, strict, ait, mindspore, msprobe, "),
-        (["--against", "nowhere"], "neither float64 nor device nor a dump's directory"),
         (["--rerun", "--against", "device"], "choose one"),
-        (["--ids", "1.2"], "is no id"),
         (["--against", "device"], "torch sees no accelerator"),
     ],
 )
