@@ -1,15 +1,17 @@
-"""A table of planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other."""
+"""Planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other; of faults of no
+family, and of right outputs, nothing is said."""
 
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from opcheck import planted_addresses
+from opcheck import planted_addresses, planted_precision
 from opcheck.cause_calls import (
     HEAD,
     HEADS,
@@ -18,6 +20,7 @@ from opcheck.cause_calls import (
     WIDTH,
     attention,
     captured,
+    drawn,
     experts,
     explained,
     gated,
@@ -32,6 +35,7 @@ from opcheck.cause_calls import (
     wrong_rotary,
 )
 
+from vllm_accprobe.opcheck.causes import addresses
 from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, default_causes, marked
 from vllm_accprobe.opcheck.causes.examine import Causes
 from vllm_accprobe.opcheck.causes.search import Proof
@@ -244,19 +248,26 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 """Name → (a wrong call, the cause's name; two where they are the same edit)."""
 
 
-PLANTED |= planted_addresses.PLANTED
+TABLES = (PLANTED, planted_addresses.PLANTED, planted_precision.PLANTED)
+EACH = {name: row for table in TABLES for name, row in table.items()}
+assert len(EACH) == sum(map(len, TABLES)), "two plants of one name"
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", EACH)
 def test_planted_cause_is_said_and_no_other(name: str) -> None:
-    make, cause = PLANTED[name]
+    make, cause, *parameter = EACH[name]
     found = explained(make())
     assert names(found) == set(cause.split(" and ")), found and found.text
     assert found is not None
+    said = [f.guess.value if isinstance(f.guess.value, tuple) else (f.guess.value,) for f in found.found]
+    words = [" ".join(map(str, parts)) for parts in said]
+    assert all(any(p in w for w in words) for p in parameter), words
     assert found.chance <= 1e-3
 
 
-@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention, *planted_addresses.RIGHT])
+@pytest.mark.parametrize(
+    "make", [norm, layer_norm, gated, linear, attention, *planted_addresses.RIGHT, *planted_precision.RIGHT]
+)
 def test_right_call_has_no_cause(make: Any) -> None:
     call = make()
     call = call if call.outputs else honest(call, *_shapes(call))
@@ -369,3 +380,71 @@ def test_a_cause_that_raises_is_a_problem(error: Exception) -> None:
     (said,) = causes.problems()
     assert said.startswith(f"the cause {__name__}.broken failed, at first in layers.0.proj: {type(error).__name__}")
     assert causes.problems(counted=True) == [f"{said} (2 tries)"]
+
+
+MAKERS: dict[str, Callable[[], Call]] = {
+    "norm": lambda: norm(residual=False), "layer norm": layer_norm, "gate": gated, "linear": linear,
+    "attention": attention,
+}  # fmt: skip
+
+
+def noise(y: Any, size: float, seed: int = 3) -> Any:
+    return drawn(seed, *y.shape, dtype=torch.float64) * size
+
+
+def bit_flipped(y: Any) -> Any:
+    bits = y.bfloat16().view(torch.int16).clone()
+    bits[5, 7] ^= 1 << 9
+    return bits.view(torch.bfloat16).double()
+
+
+def half_of_a_row(y: Any) -> Any:
+    out = y.clone()
+    out[4, ::2] += noise(out, 0.3)[4, ::2]
+    return out
+
+
+def random_columns(y: Any) -> Any:
+    return y * (1.0 + 0.2 * noise(y, 1.0)[0])
+
+
+def mixed(y: Any) -> Any:
+    out = y.clone()
+    out[::2] *= 1.0 + 0.1 * noise(out, 1.0)[::2, :1]
+    return out + 0.02 * noise(y, 1.0, 5).abs()
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "noise": lambda y: y * (1.0 + noise(y, 0.05)), "more noise": lambda y: y + noise(y, 0.3) * y.abs().mean(),
+    "random columns": random_columns, "mixed": mixed, "bit flipped": bit_flipped, "half of a row": half_of_a_row,
+    "sorted": lambda y: y.sort(-1).values, "clipped softly": lambda y: 2.0 * torch.tanh(y / 2.0) + noise(y, 0.03),
+    "rows at random": lambda y: y[torch.tensor([(7 * k + 3) % len(y) for k in range(len(y))])],
+}  # fmt: skip
+
+
+def test_a_call_whose_input_was_no_view_is_as_it_is() -> None:
+    """The calls of one tap need not all have views."""
+    call = norm(residual=False)
+    contiguous = replace(call, inputs={"x": next(iter(call.inputs.values()))})
+    edits: list[tuple[Callable[..., Call], Any]] = [(addresses.ungapped, "[8, 4, 1]"), (addresses.without_offset, 4)]
+    for edit, parameter in edits:
+        assert edit(SimpleNamespace(call=contiguous), ("x", parameter)) is contiguous
+        with pytest.raises(Declined, match="no such input"):
+            edit(SimpleNamespace(call=replace(call, inputs={})), ("x", parameter))
+
+
+@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_no_family_has_no_cause(operator: str, fault: str) -> None:
+    call = MAKERS[operator]()
+    call = call if call.outputs else with_output(call, torch.zeros(_shape(call)))
+    found = TABLE.evaluate(call)
+    assert isinstance(found, dict)
+    said = explained(with_output(call, FAULTS[fault](found["output.0"].value)))
+    assert said is None, said.text
+
+
+def _shape(call: Call) -> tuple[int, int]:
+    x = next(iter(call.inputs.values()))
+    width = {"ColumnParallelLinear": 48, "SiluAndMul": x.shape[1] // 2}.get(call.cls, x.shape[1])
+    return x.shape[0], width

@@ -1,18 +1,26 @@
 """Calls built from a dump: missing histories, a checkpoint's parameters, formulas that no block follows. What is said
 of right and wrong calls, NaN and packed parameters is frozen (tests/freeze, ``opcheck-calls*``)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, checked, honest
 from support.opchecked import check
 
+from vllm_accprobe.dump.journal import StateFinding
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import REPLICATED, Record
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import OWN_CODE, CheckResult, unchecked, without_unknown_blocks
-from vllm_accprobe.opcheck.run.table import totals
+from vllm_accprobe.opcheck.run.check_calls import cache_rows, check_calls
+from vllm_accprobe.opcheck.run.judged_row import without_verdict
+from vllm_accprobe.opcheck.run.result_row import FAIL, OWN_CODE, SKIP, CheckResult, unchecked, without_unknown_blocks
+from vllm_accprobe.opcheck.run.table import lines, totals
 
 
 def test_rows_without_their_history_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -61,3 +69,60 @@ def test_a_formula_that_no_block_of_a_class_follows_proves_none_wrong(rows, unkn
     found = without_unknown_blocks([*rows, *parts])
     assert {r.tap for r in found if r.status == "skip" and r.message == OWN_CODE} == unknown
     assert [r for r in found if r.tap not in unknown] == [r for r in [*rows, *parts] if r.tap not in unknown]
+
+
+def record(*shape: int) -> Record:
+    return Record(0, 0, "t", "T", "input.0", 0, 0, "float32", shape, None, 0, None, None, REPLICATED, None)
+
+
+@pytest.mark.parametrize(("shape", "most"), [((1 << 20,), 4), ((152_000,), 28), ((), 4096)])
+def test_few_calls_wait_whatever_they_read_and_however_little_they_give(shape: tuple[int, ...], most: int) -> None:
+    calls, read, waited, events = 10_000, 0, 0, []
+
+    def each() -> Iterator[tuple[Captured, Any]]:
+        nonlocal read
+        for n in range(calls):
+            c = Captured("sampler", 0, 0, n, Call("sampler", "Sampler"), {"input.0": record(*shape)})
+            read += 1
+            events.append("read")
+            yield c, [without_verdict(c, "", None, SKIP, "no reference")]
+
+    found = []
+    for c, rows in check_calls(None, each(), lambda: events.append("together")):  # type: ignore[arg-type]
+        assert len(rows) == 1
+        found.append(c.call)
+        waited = max(waited, read - len(found))
+    assert found == list(range(calls))
+    assert most // 2 <= waited <= most
+
+
+def test_a_crash_while_one_is_judged_is_not_the_next_ones() -> None:
+    events: list[str] = []
+
+    def each() -> Iterator[tuple[Captured, Any]]:
+        for n in range(3):
+            events.append(f"begins {n}")
+            c = Captured("t", 0, 0, n, Call("t", "T"), {"input.0": record(1 << 23)})
+            yield c, [without_verdict(c, "", None, SKIP, "no reference")]
+
+    for c, _ in check_calls(None, each(), lambda: events.append("together")):  # type: ignore[arg-type]
+        events.append(f"judged {c.call}")
+    assert events == ["begins 0", "begins 1", "together", "judged 0", "begins 2", "together", "judged 1", "together",
+                      "judged 2"]  # fmt: skip
+
+
+def test_a_finding_is_a_failing_row_of_the_first_layer() -> None:
+    dump = Dump(Path("somewhere"), {})
+    how = "request 'b' (adapter a2) reads block 0 (positions 0 to 31), which request 'a' (adapter a1) wrote"
+    found = StateFinding(8, "foreign", "kv", 0, "", 4, 1, "b", how, None, 0, 31, "a", first="layers.0.attn")
+    dump.states = [(1, found)]
+    (row,) = cache_rows(dump)
+    assert (row.tap, row.cls, row.role, row.status, row.rank) == ("layers.0.attn", "cache", "cache", FAIL, 1)
+    assert (row.request, row.position) == ("b", 0)
+    assert row.message.startswith("the cache, not the kernel: ")
+    assert row.message.endswith(how)
+    assert totals([row]).statuses[FAIL] == 1
+    first, second, *_ = lines([row], totals([row]))
+    assert first.startswith("FAIL: the cache, not the kernel: a prefix hit of another context: step 8")
+    assert second.startswith("  layers.0.attn  cache: the cache, not the kernel")
+    assert not any("as loaded" in line for line in (first, second))

@@ -1,6 +1,8 @@
 """Other things to check against: a golden dump, this machine's own code, drawn inputs, gradients."""
 
 import importlib.util
+import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, device_kernel
 from vllm_accprobe.opcheck.references import activations, linear
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run import check_calls, synthetic_inputs
+from vllm_accprobe.opcheck.run import check_calls, rerun, synthetic_inputs
 from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.rerun import forward_native
 from vllm_accprobe.opcheck.run.result_row import CheckResult
@@ -266,3 +268,16 @@ def test_a_layer_norm_whose_parameters_are_float32_runs_here() -> None:
                 outputs={"output.0": x})  # fmt: skip
     found = default_references().run(call)
     assert torch.equal(found["output.0"], torch.nn.functional.layer_norm(x, [16], weight, bias, 1e-6))
+
+
+def test_its_warnings_are_not_repeated(tmp_path, monkeypatch, capfd):
+    (tmp_path / "talkative_vllm.py").write_text(
+        "import logging\nlogging.getLogger('vllm.x').warning('Triton has no CPU backend')\nclass ThereInQuiet: pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rerun.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(rerun, "_MODULES", {"talkative_vllm": ("ThereInQuiet",)})
+    found = rerun._native_class("ThereInQuiet")
+    assert found is sys.modules["talkative_vllm"].ThereInQuiet
+    assert capfd.readouterr().err == ""
+    assert not logging.root.manager.disable
