@@ -1,5 +1,5 @@
-"""Planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other; of faults of no
-family, and of right outputs, nothing is said."""
+"""Planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other; of faults of
+no family, and of right outputs, nothing is said."""
 
 import json
 import math

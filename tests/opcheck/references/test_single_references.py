@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family_verdict import judged
 from opcheck.samples.modules import adapters
 from opcheck.samples.sample import Draw
-from reference_calls import drawer, evaluated, same
+from reference_calls import drawer, evaluated, judged, same
 
 from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.calls.grid import lies_on

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import family_verdict
 import numpy as np
 import pytest
 import torch
-from reference_calls import TABLE, evaluated
+from reference_calls import TABLE, evaluated, verdict
 
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import attention, gradients
@@ -194,7 +193,7 @@ def test_a_kernel_whose_weights_are_rounded_passes_and_wrong_ones_fail(wrong: di
     scores = (q.float() @ key.transpose(-1, -2) * how["scale"]).masked_fill(how["mask"], -math.inf)
     mine = (torch.softmax(scores, -1).bfloat16().float() @ value).bfloat16()
     call = call_of(q, k, v, atten_mask=TRIANGLE, sparse_mode=3)
-    passed = family_verdict.verdict(replace(call, outputs={"output.0": mine}), "output.0", mine).passed
+    passed = verdict(replace(call, outputs={"output.0": mine}), "output.0", mine).passed
     assert passed == (not wrong)
 
 
@@ -208,7 +207,7 @@ def test_a_wrong_gradient_fails() -> None:
 
     def passes(role: str, mine: torch.Tensor) -> bool:
         call = Call("tap", "NPU.npu_fusion_attention_grad", args=args, kwargs=kwargs, outputs={role: mine})
-        return family_verdict.verdict(call, role, mine).passed
+        return verdict(call, role, mine).passed
 
     assert [passes(f"output.{n}", g) for n, g in enumerate((dq, dk, dv))] == [True] * 3
     half = dk.clone()
