@@ -7,6 +7,7 @@ from pathlib import Path
 import machines as m
 import pytest
 import torch
+from support.opchecked import rows_of
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.habits.decided import (
@@ -75,7 +76,7 @@ def test_a_layer_that_departs_is_blamed(odd, usual, tap, words, tmp_path):
 
 
 def test_what_is_allowed_for_passes_by_its_habit_and_strict_allows_nothing(tmp_path: Path) -> None:
-    checked = m.checked(m.dump(tmp_path / "dump", m.Machine(linear=m.low(1)), "linear"))
+    checked = rows_of(m.dump(tmp_path / "dump", m.Machine(linear=m.low(1)), "linear"))
     rows, found = settle(checked)
     excused = [r for r in rows if "as this machine computes" in r.message]
     assert len(excused) == len([r for r in rows if r.cls == LINEAR])
@@ -83,7 +84,7 @@ def test_what_is_allowed_for_passes_by_its_habit_and_strict_allows_nothing(tmp_p
     (habit,) = (h for h in found.habits if h.kind == "accumulator")
     assert habit.price == 64.0  # 128 terms, half a rounding each
     strict, _ = settle(checked, strict=True)
-    cut = m.checked(m.dump(tmp_path / "cut", m.Machine(last=m.zero), "linear"), "strict")
+    cut = rows_of(m.dump(tmp_path / "cut", m.Machine(last=m.zero), "linear"), standard="strict")
     assert failed(strict) == failed(cut) == {f"layers.{n}.proj" for n in range(4)}
 
 
@@ -111,7 +112,7 @@ EVERYWHERE = {
 @pytest.mark.parametrize("what", EVERYWHERE)
 def test_nothing_else_is_excused_for_being_everywhere(what: str, tmp_path: Path) -> None:
     for machine in (EVERYWHERE[what], m.wide(EVERYWHERE[what])):
-        checked = m.checked(m.dump(tmp_path / str(machine.dtype), machine))
+        checked = rows_of(m.dump(tmp_path / str(machine.dtype), machine))
         rows, found = settle(checked)
         kept, _ = settle(checked, strict=True)
         unsettled = {r.tap for r in kept if r.status == FAIL}

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, checked, honest
-from support.opchecked import check
+from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, honest
+from support.opchecked import rows_of
 
 from vllm_accprobe.dump.journal import StateFinding
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import REPLICATED, Record
-from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import cache_rows, check_calls
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import FAIL, OWN_CODE, SKIP, CheckResult, unchecked, without_unknown_blocks
@@ -26,7 +24,7 @@ from vllm_accprobe.opcheck.run.table import lines, totals
 def test_rows_without_their_history_are_skipped_and_counted(tmp_path: Path) -> None:
     """Request 0 jumps over a position, request 1 goes on. Where no row has its history: opcheck-calls-headless."""
     fresh = (*SPANS[:1], [(1, 6, 1), (0, 15, 2)])
-    rows = [r for r in checked(build(tmp_path / "e", spans=fresh)) if r.cls == "Attention"]
+    rows = [r for r in rows_of(build(tmp_path / "e", spans=fresh)) if r.cls == "Attention"]
     assert [(r.status, r.checked, r.rows) for r in rows] == [("pass", 15, 15), ("pass", 1, 3)]
     assert totals(rows).rows_skipped == {
         "its request's earlier rows are not in the dump (prefix hit, or capture began late)": 2
@@ -41,8 +39,7 @@ def test_the_checkpoint_stands_in_for_packed_parameters(tmp_path: Path) -> None:
     names = [f"layers.0.self_attn.{n}_proj.weight" for n in "qkv"]
     (tmp_path / "model").mkdir()
     save_file({n: p.contiguous() for n, p in zip(names, parts, strict=True)}, tmp_path / "model/model.safetensors")
-    calls = Calls(open_dump(build(tmp_path / "d", weights=False)), tmp_path / "model")
-    rows = list(check(calls, default_references(), ops=["QKV*"]))
+    rows = rows_of(build(tmp_path / "d", weights=False), tmp_path / "model", ops=["QKV*"])
     assert [r.status for r in rows] == ["pass"] * 3
 
 

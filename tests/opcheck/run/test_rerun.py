@@ -12,6 +12,7 @@ import pytest
 import torch
 from opcheck.layer_dumps import build
 from support.csv_rows import csv_rows
+from support.opchecked import opcheck
 
 from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.cli import main
@@ -29,15 +30,11 @@ from vllm_accprobe.opcheck.run.rerun import forward_native
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 
-def table(out: Path) -> list[dict[str, str]]:
-    return csv_rows(out / "opcheck.csv")
-
-
 def run(dump: Path, out: Path, *arguments: str) -> tuple[int, dict[str, set[str]]]:
     """Exit code, and the statuses of each operator."""
-    code = main(["opcheck", str(dump), "-j", "0", "--out", str(out), *arguments])
+    code, rows = opcheck(dump, out, *arguments)
     found: dict[str, set[str]] = {}
-    for r in table(out):
+    for r in rows:
         found.setdefault(r["op"], set()).add(r["status"])
     return code, found
 
@@ -230,9 +227,8 @@ def test_statistics_of_a_plain_model_are_nearly_all_checked(tmp_path: Path) -> N
     with torch.no_grad():
         model(torch.arange(12).reshape(2, 6))
     probe.close()
-    out = tmp_path / "out"
-    assert main(["opcheck", str(tmp_path / "d"), "--out", str(out), "-j", "0"]) == 0
-    rows = csv_rows(out / "opcheck.csv")
+    code, rows = opcheck(tmp_path / "d", tmp_path / "out")
+    assert code == 0
     passed = {r["op"] for r in rows if r["status"] == "pass"}
     assert passed >= {"Embedding", "Linear", "GELU", "LayerNorm", "aten.embedding.default", "aten.addmm.default",
                       "aten.gelu.default", "aten.native_layer_norm.default"}  # fmt: skip
@@ -258,7 +254,7 @@ def test_a_call_without_tensors_takes_a_parameter_as_it_was_passed(tmp_path: Pat
     code, found = run(tmp_path / "d", tmp_path / "o", "--ops", "aten.bmm*")
     assert code == 0
     assert found["aten.bmm.default"] == {"pass"}
-    assert any(WEAKER in r["message"] for r in table(tmp_path / "o"))
+    assert any(WEAKER in r["message"] for r in csv_rows(tmp_path / "o/opcheck.csv"))
 
 
 def test_a_layer_norm_whose_parameters_are_float32_runs_here() -> None:
