@@ -17,6 +17,7 @@ from opcheck.cause_calls import (
     given,
     linear,
     norm,
+    product,
     rotary,
     softmax,
     turned,
@@ -36,10 +37,6 @@ from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import RowAdapters
 
 EPS = 1e-5
-
-
-def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None) -> Call:
-    return given(linear() if call is None else call, y, "input_", "weight", "bias")
 
 
 def square() -> Call:

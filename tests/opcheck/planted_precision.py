@@ -3,18 +3,18 @@ causes/test_planted.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from opcheck import cause_calls
 from opcheck.cause_calls import (
     HEAD,
     KV,
     WIDTH,
     attention,
     drawn,
-    gated,
-    given,
     linear,
     with_output,
     wrong_experts,
@@ -23,6 +23,8 @@ from opcheck.cause_calls import (
 from opcheck.planted_addresses import CHUNKS, by_probabilities
 
 from vllm_accprobe.opcheck.reference import Call
+
+product, gate = (partial(of, kind=torch.float32) for of in (cause_calls.product, cause_calls.gate))
 
 
 def bits(t: Any, n: int, turn: Callable[[Any], Any] = torch.round) -> Any:
@@ -36,10 +38,6 @@ def codes(t: Any, most: float = 127.0) -> Any:
     return (t.float() / step).round() * step
 
 
-def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None, dtype: Any = torch.bfloat16) -> Call:
-    return given(call or linear(), y, "input_", "weight", "bias", kind=torch.float32, dtype=dtype)
-
-
 def low_sum(x: Any, w: Any, b: Any, size: int) -> Any:
     total = b.expand(len(x), -1)
     for k in range(0, w.shape[1], size):
@@ -49,10 +47,6 @@ def low_sum(x: Any, w: Any, b: Any, size: int) -> Any:
 
 def of_result(change: Callable[[Any], Any]) -> Call:
     return product(lambda x, w, b: change((x @ w.T + b).bfloat16().float()))
-
-
-def gate(y: Callable[[Any, Any], Any]) -> Call:
-    return given(gated(), lambda x: y(*x.chunk(2, -1)), "x", kind=torch.float32)
 
 
 def from_table(x: Any, points: int) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opcheck.opdiff_files import bfloat16
 
 from vllm_accprobe.kernels import float_formats, formulas
 from vllm_accprobe.opcheck import measures
@@ -23,12 +24,6 @@ from vllm_accprobe.standards import measures as names
 from vllm_accprobe.standards.dtype_limits import ACCUMULATIVE, CURRENT, EPS, V1
 
 NAN, INF = math.nan, math.inf
-
-
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Rounded to nearest, ties to even; float32."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 ROUND = {"float16": lambda x: x.astype(np.float16), "bfloat16": bfloat16, "float32": lambda x: x.astype(np.float32)}
