@@ -40,6 +40,12 @@ def test_deepseek_routing_by_transformers() -> None:
     assert int(clear.sum()) >= 38
 
 
+def test_ties_decide_nothing() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 1.0, 2.0]], dtype=torch.float64)
+    assert route(logits, 1)[1].tolist() == [False, True]
+    assert route(logits, 2)[1].tolist() == [True, False]
+
+
 @pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.1, False)])
 def test_a_factor_on_softmax_weights_is_found_where_one_row_has_large_logits(factor: float, passed: bool) -> None:
     """Each row has its own error of e**(x - log sum e**x) in bfloat16, which grows with its logits."""
