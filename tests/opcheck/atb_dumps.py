@@ -10,15 +10,11 @@ import numpy as np
 import torch
 from opcheck.samples.definitions import attend
 from opcheck.samples.sample import faulty, wide
-from support.opchecked import check
+from support.opchecked import rows_of
 
-from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 __all__ = ["MadeCall", "attend", "bits", "faulty", "judged", "normal", "rows_of", "wide", "write_bin", "write_call"]
-TABLE = default_references()
 CODES = {
     torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.int64: 9, torch.float64: 11,
     torch.bool: 12, torch.bfloat16: 27,
@@ -59,10 +55,6 @@ def write_call(
     if made.param is not None:
         (where / "op_param.json").write_text(json.dumps(made.param))
     return where
-
-
-def rows_of(path: Path) -> list[CheckResult]:
-    return list(check(Calls(open_dump(path), None), TABLE))
 
 
 def judged(root: Path, made: MadeCall, **more: Any) -> dict[str, CheckResult]:

@@ -55,6 +55,16 @@ def given(
     return with_output(call, *(found if isinstance(found, tuple) else (found,)), dtype=dtype)
 
 
+def product(y: Callable[..., Any], call: Call | None = None, **how: Any) -> Call:
+    """A linear layer that gives ``y(x, weight, bias)``."""
+    return given(linear() if call is None else call, y, "input_", "weight", "bias", **how)
+
+
+def gate(y: Callable[..., Any], cls: str = "SiluAndMul", **how: Any) -> Call:
+    """A gated activation that gives ``y`` of both halves."""
+    return given(gated(cls), lambda x: y(*x.chunk(2, -1)), "x", **how)
+
+
 def honest(call: Call, *shapes: Sequence[int], dtype: Any = torch.bfloat16) -> Call:
     """``call`` with its reference's outputs, rounded. shapes: of its outputs."""
     empty = {f"output.{k}": torch.zeros(*shape, dtype=dtype) for k, shape in enumerate(shapes)}
@@ -183,10 +193,13 @@ def attention(
     spread: float = 1.0, scale: float = 0.2, past: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     used: dict[str, Any] | None = None, eight: bool = False, slopes: Sequence[float] | None = None,
     other: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda k, v: (k, v),
+    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, int]] | None = None,
+    rounded: Callable[[Tensor], Tensor] = torch.Tensor.bfloat16,
 ) -> Call:  # fmt: skip
     """The rows of a request at positions from ``first`` on, beside the whole prompt of another one. used: what the
-    kernel took instead of scale, cap, window and sinks; past, other: what it found as keys and values of each; eight:
-    its cache holds 8 bits; slopes: of ALiBi, as built in a BLOOM."""
+    kernel took instead of scale, cap, window and sinks; past, other: what it found as keys and values of each; read:
+    which of them it read, and the first row's position among these; eight: its cache holds 8 bits; slopes: of ALiBi, as
+    built in a BLOOM."""
     q, k, v = (drawn(seed + n, first + rows, h * HEAD, scale=spread) for n, h in enumerate((HEADS, KV, KV)))
     short = 10
     cache = Past(("key", "value"))
@@ -205,10 +218,10 @@ def attention(
     how = {"scale": scale, "cap": cap, "window": window, "sinks": params.get("sinks"), "slopes": slopes} | (used or {})
     beside = softmax(q[:short], *other(k[:short].clone(), v[:short].clone()), 0, **how)
     k2, v2 = (k, v) if past is None else past(k.clone(), v.clone())
-    out = torch.cat((beside, softmax(q[first:], k2, v2, first, **how)))
+    out = torch.cat((beside, softmax(q[first:], *((k2, v2, first) if read is None else read(k2, v2)), **how)))
     call = Call("layers.0.attn", "Attention", inputs, attrs=attrs, parent={"scaling": scale}, params=params,
                 config={"model_type": "bloom"} if slopes else {}, extra={"cache": cache.view(here)})  # fmt: skip
-    return with_output(call, out)
+    return with_output(call, rounded(out))
 
 
 def softmax(

@@ -4,12 +4,6 @@ from pathlib import Path
 
 import torch
 from opcheck.opcheck_dumps import Maker
-from support.opchecked import check
-
-from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 HEADS, KV, HEAD, WIDTH = 4, 2, 8, 32
 SPANS = ([(0, 0, 9), (1, 0, 6)], [(0, 9, 5), (1, 6, 1)], [(0, 14, 1), (1, 7, 1)])
@@ -84,7 +78,3 @@ def build(
         m.call("layers.0.self_attn.o_proj", "RowParallelLinear", {"input_": attended}, projected)
         m.call("layers.0.odd", "NobodyKnows", {"x": rows(normed)}, rows(normed))
     return m.close()
-
-
-def checked(root: Path) -> list[CheckResult]:
-    return list(check(Calls(open_dump(root), None), default_references()))

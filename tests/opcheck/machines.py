@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from opcheck_dumps import Maker
-from support.opchecked import check
+from support.opchecked import rows_of
 from support.truncated import truncated
 
-from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.habits import decided
-from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 Tensor = Any
@@ -172,12 +169,8 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def checked(path: Path) -> list[CheckResult]:
-    return list(check(Calls(open_dump(path), None), default_references()))
-
-
 def settled(path: Path) -> tuple[list[CheckResult], decided.MachineHabits]:
-    return decided.settle(checked(path))
+    return decided.settle(rows_of(path))
 
 
 def said(found: decided.MachineHabits, operator: str) -> list[str]:

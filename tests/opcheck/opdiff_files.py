@@ -12,6 +12,7 @@ REFERENCE = np.random.default_rng(1).standard_normal((8, 100))
 
 
 def bfloat16(x):
+    """Rounded to nearest, ties to even; float32."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 

@@ -17,6 +17,7 @@ from opcheck.cause_calls import (
     given,
     linear,
     norm,
+    product,
     rotary,
     softmax,
     turned,
@@ -36,10 +37,6 @@ from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import RowAdapters
 
 EPS = 1e-5
-
-
-def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None) -> Call:
-    return given(linear() if call is None else call, y, "input_", "weight", "bias")
 
 
 def square() -> Call:
@@ -255,7 +252,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "row of another": (lambda: of_rows(lambda y: assigned(y, 5, y[11])), "rows_of_others"),
     "two rows": (lambda: of_rows(lambda y: assigned(y, [3, 9], y[[15, 2]])), "rows_of_others"),
     "reversed": (lambda: of_rows(lambda y: y.flip(0)), "rows_reversed"),
-    "neighbours": (lambda: of_rows(lambda y: y[[k ^ 1 for k in range(len(y))]]), "rows_exchanged"),
+    "rows of neighbours": (lambda: of_rows(lambda y: y[[k ^ 1 for k in range(len(y))]]), "rows_exchanged"),
     "row before": (lambda: of_rows(lambda y: assigned(y, slice(4, 12), y[3:11])), "rows_shifted"),
     "q read without gaps": (lambda: norm_of_a_view(0), "view_read_as_contiguous"),
     "k read without gaps": (lambda: norm_of_a_view(HEADS), "view_read_as_contiguous"),

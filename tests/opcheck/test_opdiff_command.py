@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opcheck.opdiff_files import CHINESE, ENGLISH, FIVE, bfloat16, cells_of, details, row, unmeasured, write
+from opcheck.opdiff_files import CHINESE, ENGLISH, bfloat16, cells_of, details, row, unmeasured, write
 from support.csv_rows import csv_rows as read
 
 from vllm_accprobe import cli
@@ -50,30 +50,6 @@ def opdiff(tmp_path, capsys):
         return Out(tmp_path, capsys, *files, *options)
 
     return run
-
-
-@pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
-def test_the_five_algorithms_pass_and_fail(opdiff, standard):
-    """3 % too large on mine's side is an error by each; the right kernel passes."""
-    # Half a step of bfloat16 is more than 0.001 and fails the absolute threshold of small values in release 1.0.
-    dtype = {"absolute threshold": "float32", "dual-1000": "float32"}
-    golden = [row(op, dtype=dtype.get(a, "bfloat16")) for a, op in FIVE.items()]
-    bad = [row(op, dtype=dtype.get(a, "bfloat16"), factor=1.03) for a, op in FIVE.items()]
-    good = opdiff(golden, golden, "--standard", standard)
-    assert good.code == 0, good.stdout
-    assert [(r["algorithm"], r["status"]) for r in good.details] == [(a, "pass") for a in FIVE]
-    assert good.stdout.startswith(f"PASS: 5 of 5 outputs judged by {standard}, none is wrong beside golden")
-    wrong = opdiff(golden, bad, "--standard", standard)
-    assert wrong.code == 1
-    assert [(r["algorithm"], r["status"]) for r in wrong.details] == [(a, "error") for a in FIVE]
-    assert all(r["message"] for r in wrong.details)
-    assert [r["forward"] for r in wrong.result] == ["error"] * 5
-    assert wrong.stdout.startswith("FAIL: 5 of 5 outputs judged by " + standard + ", 5 wrong in 5 operators, worst ")
-    for op in FIVE.values():
-        one = opdiff(
-            golden, [b if b["op"] == op else g for g, b in zip(golden, bad, strict=True)], "--standard", standard
-        )
-        assert {r["op"] for r in one.details if r["status"] == "error"} == {op}
 
 
 def test_outputs_of_a_call_become_one_row_of_result(opdiff):
@@ -142,15 +118,6 @@ def test_dtypes_that_differ_are_said(opdiff):
     assert out.stderr.startswith("accprobe: nothing could be judged: float64 is not judged by this standard (")
 
 
-def test_integers_are_binary_whatever_the_operator(opdiff):
-    out = opdiff(
-        [row("aten.mm.default", dtype="int64")] * 2, [row("aten.mm.default", dtype="int64", factor=f) for f in (1, 2)]
-    )
-    assert [(r["algorithm"], r["status"]) for r in out.details] == [
-        ("binary consistency", "pass"), ("binary consistency", "error")
-    ]  # fmt: skip
-
-
 def test_an_algorithm_for_an_operator(opdiff):
     golden, mine = [row("vendor.norm.default")], [row("vendor.norm.default", factor=1.03)]
     assert opdiff(golden, mine).details[0]["algorithm"] == "benchmark ratio"
@@ -158,18 +125,6 @@ def test_an_algorithm_for_an_operator(opdiff):
                        ("dual-1000", "dual-1000"), ("binary", "binary consistency")):  # fmt: skip
         assert opdiff(golden, mine, "--algorithm", f"no*={name}").details[0]["algorithm"] == said
         assert opdiff(golden, mine, "--algorithm", f"vendor.*={name}").details[0]["algorithm"] == said
-
-
-def test_both_verdicts_side_by_side(opdiff):
-    def side(*statuses):
-        return [row(f"a.op{i}", status=s, message=f"{s} it is", measured=3, allowed=1) for i, s in enumerate(statuses)]
-
-    out = opdiff(side("pass", "pass", "fail", "fail", "pass"), side("pass", "fail", "fail", "pass", "warning"),
-                 "--standard", "operator")  # fmt: skip
-    assert [r["status"] for r in out.details] == ["pass", "error", "warning", "pass", "warning"]
-    assert out.details[1]["message"] == "fail it is"
-    assert out.code == 1
-    assert opdiff(side("fail"), side("fail"), "--standard", "operator").code == 0
 
 
 @pytest.mark.parametrize("header", [CHINESE, ENGLISH])
@@ -276,14 +231,7 @@ def test_bad_usage(opdiff, tmp_path):
         ((good, tmp_path), (), "2 files may be meant (good.csv, theirs.csv); name one"),
         ((good, tmp_path / "empty"), (), "no csv file is in this folder"),
         ((good, theirs), (), "theirs.csv is msprobe's: two files of one kind are needed"),
-        (
-            (good, good),
-            ("--standard", "strict"),
-            "unknown standard 'strict': known are operator, ait, msprobe, msprobe-1.0, xray; strict is known to "
-            "compare and opcheck only",
-        ),
         ((good, good), ("--algorithm", "mm=fast"), "'mm=fast' is not GLOB=NAME with NAME one of absolute, benchmark"),
-        ((good, good), ("--algorithm", "mm"), "'mm' is not GLOB=NAME"),
         ((good, good), ("--algorithm", "mm=ulp", "--standard", "xray"), "xray has no algorithms to choose from"),
         ((good, good), ("--by", "layer"), "--by: 'layer' is none of call, tap, operator"),
         ((theirs, theirs), ("--by", "tap"), "--by tap: msprobe's files name calls, not modules"),

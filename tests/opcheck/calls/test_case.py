@@ -1,16 +1,21 @@
-"""A call written to JSON and tensors is the same call again, whatever its reference needs."""
+"""A call written to JSON and tensors is the same call again, whatever its reference needs; its inputs lie in memory as
+they did."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from opcheck.layer_dumps import build
+from opcheck.opcheck_dumps import Maker
+from opcheck.operator_dumps import OpMaker
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.case import StoredCache, closed, decode, encode, load, save
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.calls.views import in_memory, laid_out, some_rows, view_of, without_gaps
+from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout
 from vllm_accprobe.opcheck.registry import default_references
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -79,3 +84,90 @@ def test_a_call_of_attention_needs_no_dump_any_more(tmp_path: Path) -> None:
             if "cache" in whole.extra:
                 assert isinstance(whole.extra["cache"], StoredCache)
     assert seen == 12
+
+
+MEMORY = torch.randn(40, 12, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+LAYOUTS = {
+    "heads": MEMORY[:, 8:10], "columns": MEMORY.flatten(1)[:, 5:9], "every second row": MEMORY[1::2],
+    "turned": MEMORY[0].t(), "expanded": MEMORY[:1, 0].expand(5, 16),
+    "integers": torch.arange(60).reshape(6, 10)[:, 3:7], "booleans": (torch.arange(60).reshape(6, 10) > 20)[:, ::3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_lies_as_it_did_and_no_gap_is_nan(name: str, known: bool) -> None:
+    t = LAYOUTS[name]
+    memory = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0) if known else None
+    view = view_of(t.shape, t.stride(), t.storage_offset(), memory)
+    assert view is not None
+    found = in_memory(t.contiguous(), view)
+    assert torch.equal(found, t)
+    assert (found.stride(), found.storage_offset()) == (t.stride(), t.storage_offset())
+    whole = torch.as_strided(found, (found.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    assert bool(torch.isfinite(whole.double()).all())
+    assert len(whole) >= t.storage_offset() + t.numel()
+    if known and name != "expanded":
+        assert torch.equal(without_gaps(t.contiguous(), view).flatten(), whole[t.storage_offset() :][: t.numel()])
+    rows = torch.tensor([1, 3])
+    cut = some_rows(view, t.shape, rows)
+    part = in_memory(t[rows].contiguous(), cut)
+    assert torch.equal(part, t[rows])
+    assert not part.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "same"),
+    [((4, 3), (3, 1), None), ((1, 3), (9, 1), None), ((0, 3), (9, 1), None), ((4, 3), (3,), None), ((), (), None),
+     ((4, 3), (9, 1), False), ((4, 3), (1 << 50, 1), True), ((3, 3), (2, 1), True)],
+)  # fmt: skip
+def test_what_is_no_view_or_cannot_be_made_stays_contiguous(shape: Any, stride: Any, same: bool | None) -> None:
+    view = view_of(shape, stride, 1 << 40)
+    assert (view is None) == (same is None)
+    if view is not None:
+        t = torch.arange(12.0)[: shape[0] * shape[1]].reshape(shape)
+        found = in_memory(t, view)
+        assert torch.equal(found, t)
+        assert found.is_contiguous() == same
+        with pytest.raises(Declined):
+            without_gaps(t, view)
+
+
+def norm_dump(root: Path, spans: list[tuple[int, int, int]] | None = None, before: Any = None) -> Calls:
+    m = Maker(root)
+    m.module("n", "RMSNorm", variance_epsilon=1e-5)
+    m.param("n", "RMSNorm", weight=torch.ones(16))
+    m.step(0, spans or [(0, 0, 40)])
+    m.call("qkv", "NobodyKnows", {}, MEMORY.flatten(1) if before is None else before)
+    m.call("n", "RMSNorm", {"x": MEMORY[:, 8:10]}, MEMORY[:, 8:10].contiguous())
+    return Calls(open_dump(m.close()), None)
+
+
+def test_memory_is_that_of_an_earlier_output_and_a_case_keeps_it(tmp_path: Path) -> None:
+    found = closed(next(norm_dump(tmp_path / "d").of(0, "n")).what, default_references())
+    view = found.views["inputs.x"]
+    assert torch.equal(view.memory, MEMORY.flatten())
+    assert found.inputs["x"].is_contiguous()
+    tensors: dict[str, Any] = {}
+    back = decode(json.loads(json.dumps(encode(found, tensors))), tensors)
+    x = laid_out(back).inputs["x"]
+    assert (x.stride(), x.storage_offset()) == ((192, 16, 1), 128)
+    assert torch.equal(torch.as_strided(x, (7680,), (1,), 0), MEMORY.flatten())
+
+
+def test_memory_that_is_not_the_views_is_not_taken(tmp_path: Path) -> None:
+    other = MEMORY.flatten(1) + 1
+    found = next(norm_dump(tmp_path / "d", before=other).of(0, "n")).what.views["inputs.x"]
+    assert found.read() is None
+    assert (found.stride, found.offset) == ((192, 16, 1), 128)
+
+
+def test_arguments_of_operators_have_their_strides(tmp_path: Path) -> None:
+    m = OpMaker(tmp_path / "d")
+    m.step(0, [(0, 0, 3)])
+    x, w = torch.randn(3, 4), torch.randn(5, 4).t()
+    m.op("aten.mm.default", [x, w], {"output.0": x @ w})
+    found = next(Calls(open_dump(m.close()), None).of(0, "::aten.mm.default")).what
+    assert found.views == {"args.1": MemoryLayout((1, 4))}
+    assert laid_out(found).args[1].stride() == (1, 4)
+    assert isinstance(found, Call)

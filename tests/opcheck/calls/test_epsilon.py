@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.csv_rows import csv_rows
+from support.opchecked import opcheck
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
@@ -125,14 +125,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda tool: unpack(DUMPS[tool][0], root) / "golden"
 
 
-def norms(dump: Path, out: Path, cls: str, *more: str) -> tuple[int, list[dict[str, str]]]:
-    code = main(["opcheck", str(dump), "--ops", cls, "--out", str(out), "-j", "0", *more])
-    return code, csv_rows(out / "opcheck.csv")
-
-
 @pytest.mark.parametrize("tool", DUMPS)
 def test_norms_of_other_tools_are_judged(tool: str, golden: Callable[[str], Path], tmp_path: Path) -> None:
-    code, rows = norms(golden(tool), tmp_path, DUMPS[tool][1])
+    code, rows = opcheck(golden(tool), tmp_path, "--ops", DUMPS[tool][1])
     assert code == 0
     assert [r["status"] for r in rows] == ["pass"] * 5
     said = {r["message"] for r in rows}
@@ -143,15 +138,15 @@ def test_norms_of_other_tools_are_judged(tool: str, golden: Callable[[str], Path
 def test_the_user_s_and_config_json_s_come_first(golden: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-2}))
-    dump, cls = golden("msprobe"), DUMPS["msprobe"][1]
+    dump, ops = golden("msprobe"), ("--ops", DUMPS["msprobe"][1])
     weights = ("--weights", str(tmp_path / "model"))
-    code, rows = norms(dump, tmp_path / "a", cls, *weights)
+    code, rows = opcheck(dump, tmp_path / "a", *ops, *weights)
     assert (code, {r["message"] for r in rows}) == (0, {"epsilon 1e-06, of config.json"})
-    code, rows = norms(dump, tmp_path / "b", cls, *weights, "--attribute", "*RMSNorm:eps=1e-4")
+    code, rows = opcheck(dump, tmp_path / "b", *ops, *weights, "--attribute", "*RMSNorm:eps=1e-4")
     assert code == 1
     assert {r["status"] for r in rows} == {"fail"}
     assert all(r["message"].endswith("epsilon 0.0001, of --attribute") for r in rows)
-    code, rows = norms(dump, tmp_path / "c", cls, "--attribute", "Other*:eps=1e-4")
+    code, rows = opcheck(dump, tmp_path / "c", *ops, "--attribute", "Other*:eps=1e-4")
     assert code == 0
 
 
@@ -163,7 +158,7 @@ def test_one_norm_with_another_epsilon_is_found(golden: Callable[[str], Path], t
     x, w = (torch.load(data / f"{name}.{part}.pt").float() for part in ("input.0", "parameters.weight"))
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4) * w
     torch.save(y.to(torch.load(data / f"{name}.output.0.pt").dtype), data / f"{name}.output.0.pt")
-    code, rows = norms(tmp_path / "d", tmp_path / "o", "Qwen2RMSNorm")
+    code, rows = opcheck(tmp_path / "d", tmp_path / "o", "--ops", "Qwen2RMSNorm")
     assert code == 1
     assert {r["tap"]: r["status"] for r in rows if r["status"] != "pass"} == {"model.layers.1.input_layernorm": "fail"}
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.backward_dump import BackwardDump
-from support.csv_rows import csv_rows
-
-from vllm_accprobe.cli import main
+from support.opchecked import opcheck
 
 G = torch.Generator().manual_seed(3)
 
@@ -20,8 +18,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 def checked(dump: BackwardDump, out: Path) -> tuple[int, dict[tuple[str, str], str]]:
     """Exit code of opcheck; by (tap, number of the call:role) each status, or why there is none."""
-    code = main(["opcheck", str(dump.close()), "--out", str(out), "-j", "0"])
-    rows = csv_rows(out / "opcheck.csv")
+    code, rows = opcheck(dump.close(), out)
     what = {True: "message", False: "status"}
     return code, {(r["tap"], f"{r['call']}:{r['role']}"): r[what[r["status"] == "skip"]] for r in rows}
 
@@ -110,14 +107,9 @@ def test_a_forward_call_that_is_incomplete_is_told(missing: str, tmp_path: Path)
 Recorded = Callable[[str], Path]
 
 
-def rows(dump: Path, out: Path, *more: str) -> tuple[int, list[dict[str, str]]]:
-    code = main(["opcheck", str(dump), "--out", str(out), "-j", "0", *more])
-    return code, csv_rows(out / "opcheck.csv")
-
-
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
 def test_every_recorded_gradient_is_checked(recorded: Recorded, tmp_path: Path, task: str) -> None:
-    code, found = rows(recorded(task), tmp_path / "out")
+    code, found = opcheck(recorded(task), tmp_path / "out")
     assert code == 0
     gradients = [r for r in found if r["tap"].startswith("backward.")]
     assert {r["status"] for r in found} == {"pass"}
@@ -135,6 +127,6 @@ def test_a_wrong_gradient_is_found(recorded: Recorded, tmp_path: Path, name: str
     file = home / "dump_tensor_data" / f"{name}.pt"
     values = torch.load(file, weights_only=True)
     torch.save(values * 1.01, file)
-    code, found = rows(home / "dump.json", tmp_path / "out")
+    code, found = opcheck(home / "dump.json", tmp_path / "out")
     assert code == 1
     assert [r["role"] for r in found if r["status"] == "fail"] == [f"grad.{name.partition('backward.')[2]}"]

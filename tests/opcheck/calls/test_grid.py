@@ -7,17 +7,12 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 from support.csv_rows import csv_rows
-from support.opchecked import check
+from support.opchecked import rows_of
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls import grid
-from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.check_calls import Options
-from vllm_accprobe.opcheck.run.result_row import CheckResult
 from vllm_accprobe.standards import built_in
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,11 +20,6 @@ NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def rows_of(root: Path, standard: str = "operator") -> list[CheckResult]:
-    calls = Calls(open_dump(root), None)
-    return list(check(calls, default_references(), options=Options(standard)))
 
 
 # --- what one tensor proves ---------------------------------------------------------------------------------------
@@ -162,8 +152,8 @@ def build(root: Path, held: torch.dtype, container: torch.dtype, fault: str = ""
 @pytest.mark.parametrize("held", list(NARROW))
 @pytest.mark.parametrize("standard", ["operator", *(n for n, s in built_in().items() if s.output)])
 def test_upcast_numbers_are_judged_as_they_are_in_their_own_dtype(tmp_path: Path, held: str, standard: str) -> None:
-    own = rows_of(build(tmp_path / "own", NARROW[held], NARROW[held]), standard)
-    wide = rows_of(build(tmp_path / "wide", NARROW[held], torch.float32), standard)
+    own = rows_of(build(tmp_path / "own", NARROW[held], NARROW[held]), standard=standard)
+    wide = rows_of(build(tmp_path / "wide", NARROW[held], torch.float32), standard=standard)
     assert [(r.tap, r.status, r.dtype, r.measured, r.measures) for r in wide] == [
         (r.tap, r.status, r.dtype, r.measured, r.measures) for r in own
     ]

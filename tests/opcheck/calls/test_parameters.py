@@ -104,61 +104,41 @@ def test_what_was_loaded_is_known_by_its_fingerprint(tensors: dict[str, torch.Te
 
 
 DOWN, NORM = "model.layers.0.mlp.down_proj", "model.norm"
+A, B, N, P = {(DOWN, LOADED): "a"}, {(DOWN, LOADED): "b"}, {(NORM, LOADED): "n"}, {(DOWN, PACKED): "p"}
+OTHER = {(DOWN, PACKED): "other"}
+TURNS = ("load", 0, A | N), ("reload", 3, B | N), ("sync", 5, A), ("sync", 7, B)
 
 
-def life(*events, rank=0):
+def life(*events):
     """events: (kind, step, {(tap, form): order})."""
     lives = Lives()
-    for number, (kind, step, prints) in enumerate(events):
+    for n, (kind, step, prints) in enumerate(events):
         for (tap, form), order in prints.items():
-            lives.prints.append(WeightPrint(rank, number, tap, "", "weight", form, "bfloat16", (4, 4), order, order))
-        lives.events.append(WeightEvent(rank, number, kind, step))
+            lives.prints.append(WeightPrint(0, n, tap, "", "weight", form, "bfloat16", (4, 4), order, order))
+        lives.events += [WeightEvent(0, n, kind, step)] if kind else []
     return WeightsSince(lives)
 
 
-def told(since, tap, steps=range(10), rank=0):
-    return "".join("x" if since.why_not(rank, (tap,), step) else "." for step in steps)
+@pytest.mark.parametrize(("events", "tap", "rank", "expected"), [
+    (TURNS, DOWN, 0, "...xx..xxx"),  # until the first values are back
+    (TURNS, NORM, 0, ".........."),
+    (TURNS, DOWN, 1, ".........."),
+    ((("load", 0, A), ("sync", 2, B), ("sync", 4, N)), DOWN, 0, "..xxxxxxxx"),  # the last event does not mention it
+    ((("load", 0, A | P), ("wake", 2, P)), DOWN, 0, ".........."),
+    ((("load", 0, A | P), ("wake", 2, OTHER)), DOWN, 0, "..xxxxxxxx"),  # packed, where nobody saw it loaded
+    ((("load", 0, A | P), ("wake", 2, OTHER | A)), DOWN, 0, ".........."),
+    ((("load", 0, A), (LORA, 2, B)), DOWN, 0, ".........."),  # an adapter is no weight of the model
+    ((("load", 0, A), ("sync", 3, B), ("sync", 3, A)), DOWN, 0, ".........."),  # before one step the last one counts
+    ((("", 1, B),), DOWN, 0, ".........."),  # a print without its event
+])  # fmt: skip
+def test_the_steps_whose_weights_are_not_those_of_the_dump(events, tap, rank, expected):
+    since = life(*events)
+    assert "".join("x" if since.why_not(rank, (tap,), step) else "." for step in range(10)) == expected
 
 
-def test_a_change_lasts_until_the_first_values_are_back():
-    a, b = {(DOWN, LOADED): "a", (NORM, LOADED): "n"}, {(DOWN, LOADED): "b", (NORM, LOADED): "n"}
-    since = life(("load", 0, a), ("reload", 3, b), ("sync", 5, a), ("sync", 7, b))
-    assert told(since, DOWN) == "...xx..xxx"
-    assert told(since, NORM) == ".........."
-    assert told(since, DOWN, rank=1) == ".........."
+def test_what_changed_the_weights_is_said():
+    since = life(*TURNS)
     assert since.why_not(0, (NORM, DOWN), 4) == (
         "a reload before step 3 changed its weights; the dump holds those before"
     )
     assert since.why_not(0, (DOWN,), None) == ""
-
-
-def test_what_an_event_does_not_mention_stays_as_it_was():
-    a, b, n = {(DOWN, LOADED): "a"}, {(DOWN, LOADED): "b"}, {(NORM, LOADED): "n"}
-    since = life(("load", 0, a), ("sync", 2, b), ("sync", 4, n))
-    assert told(since, DOWN) == "..xxxxxxxx"
-
-
-@pytest.mark.parametrize(("forms", "expected"), [
-    ({(DOWN, PACKED): "p"}, ".........."),
-    ({(DOWN, PACKED): "other"}, "..xxxxxxxx"),
-    ({(DOWN, PACKED): "other", (DOWN, LOADED): "a"}, ".........."),
-])  # fmt: skip
-def test_as_given_decides_and_as_packed_where_nobody_saw_it_given(forms, expected):
-    since = life(("load", 0, {(DOWN, LOADED): "a", (DOWN, PACKED): "p"}), ("wake", 2, forms))
-    assert told(since, DOWN) == expected
-
-
-def test_an_adapter_changes_no_weight_of_the_model():
-    since = life(("load", 0, {(DOWN, LOADED): "a"}), (LORA, 2, {(DOWN, LOADED): "b"}))
-    assert told(since, DOWN) == ".........."
-
-
-def test_two_events_before_one_step_count_as_the_last():
-    a, b = {(DOWN, LOADED): "a"}, {(DOWN, LOADED): "b"}
-    assert told(life(("load", 0, a), ("sync", 3, b), ("sync", 3, a)), DOWN) == ".........."
-
-
-def test_a_print_without_its_event_is_left_out():
-    lives = Lives()
-    lives.prints.append(WeightPrint(0, 1, DOWN, "", "weight", LOADED, "bfloat16", (4, 4), "b", "b"))
-    assert told(WeightsSince(lives), DOWN) == ".........."

@@ -15,26 +15,36 @@ from vllm_accprobe.opcheck.calls.neighbours import ABSENT, INCOMPLETE, TEXT, UNK
 START, OTHER = list(range(100, 108)), list(range(200, 208))
 
 
-def step_of(m: Maker, step: int, req: int, pos: int, ids: list[int]) -> None:
-    """Rows of one request, whose tokens are known."""
-    segment = {"req": req, "pos": pos, "n": len(ids), "row": 0, "phase": "prefill"}
-    m.writer.line({"event": "step", "step": step, "batch": {"requests": 1, "tokens": len(ids)}})
-    m.writer.line({"event": "rows", "step": step, "space": "tokens", "src_rows": len(ids), "ids": ids,
-                   "segments": [segment]})  # fmt: skip
+def recorded(
+    root: Path, lines: Sequence[dict], requests: Sequence[dict], rows: Sequence[tuple[int, int, list[int]]]
+) -> Dump:
+    """rows: (request, first position, token ids), a step each."""
+    m = Maker(root)
+    for event in requests:
+        m.writer.line({"event": "request", "id": f"r{event['req']}", **event})
+    for step, (req, pos, ids) in enumerate(rows):
+        segment = {"req": req, "pos": pos, "n": len(ids), "row": 0, "phase": "prefill"}
+        m.writer.line({"event": "step", "step": step, "batch": {"requests": 1, "tokens": len(ids)}})
+        m.writer.line({"event": "rows", "step": step, "space": "tokens", "src_rows": len(ids), "ids": ids,
+                       "segments": [segment]})  # fmt: skip
+    for line in lines:
+        m.writer.line({"event": "cached", **line})
+    return open_dump(m.close())
+
+
+def asked(req: int, prompt: list[int], **more: object) -> dict:
+    return {"req": req, "prompt": hash_tokens(prompt), "prompt_len": len(prompt), **more}
 
 
 def written(root: Path, requests: Sequence[tuple[list[int], int]], images: Sequence[str] = ()) -> Dump:
     """Requests (prompt, how much of it was cached) one after the other, each with two decode steps (tokens 7, 8)."""
-    m, step = Maker(root), 0
+    asks: list[dict] = []
+    rows: list[tuple[int, int, list[int]]] = []
     for req, (prompt, cached) in enumerate(requests):
-        event = {"event": "request", "req": req, "id": f"r{req}", "prompt": hash_tokens(prompt)}
-        event["prompt_len"] = len(prompt)
-        shown = [{"hash": images[req], "pos": 0, "n": 1}] if images else []
-        m.writer.line({**event, "images": shown} if shown else event)
-        for pos, ids in ((cached, prompt[cached:]), (len(prompt), [7]), (len(prompt) + 1, [8])):
-            step_of(m, step, req, pos, ids)
-            step += 1
-    return open_dump(m.close())
+        shown = {"images": [{"hash": images[req], "pos": 0, "n": 1}]} if images else {}
+        asks.append(asked(req, prompt, **shown))
+        rows += [(req, cached, prompt[cached:]), (req, len(prompt), [7]), (req, len(prompt) + 1, [8])]
+    return recorded(root, [], asks, rows)
 
 
 def test_the_hash_of_the_prompt_proves_whose_beginning_it_is(tmp_path: Path) -> None:
@@ -79,24 +89,6 @@ def test_two_that_computed_the_same_beginning_otherwise_leave_it_open() -> None:
         view = past.view(rows((2, 2, 1)))
         assert [held["key"].flatten().tolist() for _, _, held in view.requests()] == expected
         assert bool(view.why) is not bool(expected)
-
-
-def recorded(
-    root: Path, lines: Sequence[dict], requests: Sequence[dict], rows: Sequence[tuple[int, int, list[int]]]
-) -> Dump:
-    """rows: (request, first position, token ids), a step each."""
-    m = Maker(root)
-    for event in requests:
-        m.writer.line({"event": "request", "id": f"r{event['req']}", **event})
-    for step, (req, pos, ids) in enumerate(rows):
-        step_of(m, step, req, pos, ids)
-    for line in lines:
-        m.writer.line({"event": "cached", **line})
-    return open_dump(m.close())
-
-
-def asked(req: int, prompt: list[int], **more: object) -> dict:
-    return {"req": req, "prompt": hash_tokens(prompt), "prompt_len": len(prompt), **more}
 
 
 WHOLE = [*START, 1, 2]

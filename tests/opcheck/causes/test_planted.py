@@ -1,15 +1,17 @@
-"""A table of planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other."""
+"""Planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other; of faults of
+no family, and of right outputs, nothing is said."""
 
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from opcheck import planted_addresses
+from opcheck import planted_addresses, planted_precision
 from opcheck.cause_calls import (
     HEAD,
     HEADS,
@@ -18,8 +20,10 @@ from opcheck.cause_calls import (
     WIDTH,
     attention,
     captured,
+    drawn,
     experts,
     explained,
+    gate,
     gated,
     given,
     honest,
@@ -27,11 +31,14 @@ from opcheck.cause_calls import (
     linear,
     names,
     norm,
+    product,
     with_output,
     wrong_experts,
     wrong_rotary,
 )
+from support.truncated import truncated
 
+from vllm_accprobe.opcheck.causes import addresses
 from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, default_causes, marked
 from vllm_accprobe.opcheck.causes.examine import Causes
 from vllm_accprobe.opcheck.causes.search import Proof
@@ -60,14 +67,6 @@ def by_root(root: Callable[[Any], Any]) -> Call:
 
 def wrong_layer(y: Callable[[Any, Any, Any], Any]) -> Call:
     return given(layer_norm(), y, "input", "weight", "bias")
-
-
-def wrong_gate(y: Callable[[Any, Any], Any], cls: str = "SiluAndMul") -> Call:
-    return given(gated(cls), lambda x: y(*x.chunk(2, -1)), "x")
-
-
-def wrong_linear(y: Callable[[Any, Any, Any], Any]) -> Call:
-    return given(linear(), y, "input_", "weight", "bias")
 
 
 def neighbours_scales() -> Call:
@@ -161,28 +160,31 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     ),
     "no bias": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "no_bias"),
     "bias twice": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, 2 * b, 1e-5)), "bias_twice"),
-    "gelu": (lambda: wrong_gate(lambda a, b: F.gelu(a) * b), "other_gate"),
-    "erf for tanh": (lambda: wrong_gate(lambda a, b: F.gelu(a) * b, "GeluAndMul"), "other_gate"),
-    "relu": (lambda: wrong_gate(lambda a, b: a.relu() * b), "other_gate"),
-    "exchanged": (lambda: wrong_gate(lambda a, b: F.silu(b) * a), "halves_exchanged"),
+    "gelu": (lambda: gate(lambda a, b: F.gelu(a) * b), "other_gate"),
+    "erf for tanh": (lambda: gate(lambda a, b: F.gelu(a) * b, "GeluAndMul"), "other_gate"),
+    "relu": (lambda: gate(lambda a, b: a.relu() * b), "other_gate"),
+    "exchanged": (lambda: gate(lambda a, b: F.silu(b) * a), "halves_exchanged"),
     "interleaved": (
-        lambda: wrong_gate(lambda a, b: F.silu(torch.cat((a, b), -1)[:, ::2]) * torch.cat((a, b), -1)[:, 1::2]),
+        lambda: gate(lambda a, b: F.silu(torch.cat((a, b), -1)[:, ::2]) * torch.cat((a, b), -1)[:, 1::2]),
         "interleaved",
     ),
-    "up alone": (lambda: wrong_gate(lambda a, b: b), "up_alone"),
-    "gate alone": (lambda: wrong_gate(lambda a, b: F.silu(a)), "gate_alone"),
-    "both activated": (lambda: wrong_gate(lambda a, b: F.silu(a) * F.silu(b)), "both_activated"),
-    "argument": (lambda: wrong_gate(lambda a, b: F.silu(1.13 * a) * b), "scaled_gate"),
-    "slope": (lambda: wrong_gate(lambda a, b: a * torch.sigmoid(1.4 * a) * b), "sigmoid_slope"),
-    "limit": (lambda: wrong_gate(lambda a, b: F.silu(a.clamp(max=3.0)) * b.clamp(-3.0, 3.0)), "clamped"),
-    "linear bias": (lambda: wrong_linear(lambda x, w, b: x @ w.T), "no_bias"),
-    "linear bias twice": (lambda: wrong_linear(lambda x, w, b: x @ w.T + 2 * b), "bias_twice"),
-    "part of bias": (lambda: wrong_linear(lambda x, w, b: x @ w.T + 0.7 * b), "bias_times"),
-    "short": (lambda: wrong_linear(lambda x, w, b: x[:, :-3] @ w[:, :-3].T + b), "short"),
+    "up alone": (lambda: gate(lambda a, b: b), "up_alone"),
+    "gate alone": (lambda: gate(lambda a, b: F.silu(a)), "gate_alone"),
+    "both activated": (lambda: gate(lambda a, b: F.silu(a) * F.silu(b)), "both_activated"),
+    "argument": (lambda: gate(lambda a, b: F.silu(1.13 * a) * b), "scaled_gate"),
+    "slope": (lambda: gate(lambda a, b: a * torch.sigmoid(1.4 * a) * b), "sigmoid_slope"),
+    "limit": (lambda: gate(lambda a, b: F.silu(a.clamp(max=3.0)) * b.clamp(-3.0, 3.0)), "clamped"),
+    "linear bias": (lambda: product(lambda x, w, b: x @ w.T), "no_bias"),
+    "linear bias twice": (lambda: product(lambda x, w, b: x @ w.T + 2 * b), "bias_twice"),
+    "part of bias": (lambda: product(lambda x, w, b: x @ w.T + 0.7 * b), "bias_times"),
+    "short": (lambda: product(lambda x, w, b: x[:, :-3] @ w[:, :-3].T + b), "short"),
     "no soft cap": (lambda: attention(cap=5.0, spread=2.0, used={"cap": 0.0}), "no_soft_cap"),
     "other soft cap": (lambda: attention(cap=5.0, spread=2.0, used={"cap": 8.0}), "other_soft_cap"),
     "scale of the head": (lambda: attention(used={"scale": HEAD**-0.5}), "other_scale"),
     "fitted scale": (lambda: attention(used={"scale": 0.227}), "other_scale"),
+    "fitted scale, cut off": (lambda: attention(used={"scale": 0.227}, rounded=truncated), "other_scale"),
+    "one key late": (lambda: attention(read=lambda k, v: (k[:-1], v[:-1], 39)), "own_key_unread"),
+    "keys of this step alone": (lambda: attention(read=lambda k, v: (k[40:], v[40:], 0)), "past_unread"),
     "scale of 8-bit keys": (lambda: attention(used={"scale": 0.4}, eight=True), "keys_at_other_scale and other_scale"),
     "no window": (lambda: attention(window=24, used={"window": 0}), "no_window"),
     "window off by one": (lambda: attention(window=24, used={"window": 25}), "other_window"),
@@ -244,19 +246,27 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 """Name → (a wrong call, the cause's name; two where they are the same edit)."""
 
 
-PLANTED |= planted_addresses.PLANTED
+TABLES = (PLANTED, planted_addresses.PLANTED, planted_precision.PLANTED)
+EACH = {name: row for table in TABLES for name, row in table.items()}
+assert len(EACH) == sum(map(len, TABLES)), "two plants of one name"
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", EACH)
 def test_planted_cause_is_said_and_no_other(name: str) -> None:
-    make, cause = PLANTED[name]
+    make, cause, *parameter = EACH[name]
     found = explained(make())
     assert names(found) == set(cause.split(" and ")), found and found.text
     assert found is not None
+    said = [f.guess.value if isinstance(f.guess.value, tuple) else (f.guess.value,) for f in found.found]
+    words = [" ".join(map(str, parts)) for parts in said]
+    assert all(any(p in w for w in words) for p in parameter), words
     assert found.chance <= 1e-3
 
 
-@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention, *planted_addresses.RIGHT])
+@pytest.mark.parametrize(
+    "make", [norm, layer_norm, gated, linear, attention, lambda: attention(rounded=truncated),
+             *planted_addresses.RIGHT, *planted_precision.RIGHT],
+)  # fmt: skip
 def test_right_call_has_no_cause(make: Any) -> None:
     call = make()
     call = call if call.outputs else honest(call, *_shapes(call))
@@ -269,6 +279,14 @@ def _shapes(call: Call) -> list[tuple[int, ...]]:
         return [(rows, WIDTH), (rows, WIDTH)]
     return [(rows, 48)] if "Linear" in call.cls else [(rows, WIDTH)]
 
+
+
+@pytest.mark.parametrize("lost", ["nan", "extra", "attrs", "inputs"])
+def test_a_cause_never_costs_the_verdict(lost: str) -> None:
+    call = attention(used={"scale": 1.0})
+    nan = call.outputs["output.0"].clone()
+    nan[3] = float("nan")
+    assert explained(replace(call, **({"outputs": {"output.0": nan}} if lost == "nan" else {lost: {}}))) is None
 
 
 def test_fault_of_some_rows_is_said_of_these() -> None:
@@ -369,3 +387,65 @@ def test_a_cause_that_raises_is_a_problem(error: Exception) -> None:
     (said,) = causes.problems()
     assert said.startswith(f"the cause {__name__}.broken failed, at first in layers.0.proj: {type(error).__name__}")
     assert causes.problems(counted=True) == [f"{said} (2 tries)"]
+
+
+MAKERS: dict[str, Callable[[], Call]] = {
+    "norm": lambda: norm(residual=False), "layer norm": layer_norm, "gate": gated, "linear": linear,
+    "attention": attention,
+}  # fmt: skip
+
+
+def noise(y: Any, size: float, seed: int = 3) -> Any:
+    return drawn(seed, *y.shape, dtype=torch.float64) * size
+
+
+def bit_flipped(y: Any) -> Any:
+    bits = y.bfloat16().view(torch.int16).clone()
+    bits[5, 7] ^= 1 << 9
+    return bits.view(torch.bfloat16).double()
+
+
+def half_of_a_row(y: Any) -> Any:
+    out = y.clone()
+    out[4, ::2] += noise(out, 0.3)[4, ::2]
+    return out
+
+
+def random_columns(y: Any) -> Any:
+    return y * (1.0 + 0.2 * noise(y, 1.0)[0])
+
+
+def mixed(y: Any) -> Any:
+    out = y.clone()
+    out[::2] *= 1.0 + 0.1 * noise(out, 1.0)[::2, :1]
+    return out + 0.02 * noise(y, 1.0, 5).abs()
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "noise": lambda y: y * (1.0 + noise(y, 0.05)), "more noise": lambda y: y + noise(y, 0.3) * y.abs().mean(),
+    "random columns": random_columns, "mixed": mixed, "bit flipped": bit_flipped, "half of a row": half_of_a_row,
+    "sorted": lambda y: y.sort(-1).values, "clipped softly": lambda y: 2.0 * torch.tanh(y / 2.0) + noise(y, 0.03),
+    "rows at random": lambda y: y[torch.tensor([(7 * k + 3) % len(y) for k in range(len(y))])],
+}  # fmt: skip
+
+
+def test_a_call_whose_input_was_no_view_is_as_it_is() -> None:
+    """The calls of one tap need not all have views."""
+    call = norm(residual=False)
+    contiguous = replace(call, inputs={"x": next(iter(call.inputs.values()))})
+    edits: list[tuple[Callable[..., Call], Any]] = [(addresses.ungapped, "[8, 4, 1]"), (addresses.without_offset, 4)]
+    for edit, parameter in edits:
+        assert edit(SimpleNamespace(call=contiguous), ("x", parameter)) is contiguous
+        with pytest.raises(Declined, match="no such input"):
+            edit(SimpleNamespace(call=replace(call, inputs={})), ("x", parameter))
+
+
+@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_no_family_has_no_cause(operator: str, fault: str) -> None:
+    call = MAKERS[operator]()
+    call = call if call.outputs else with_output(call, torch.zeros(_shapes(call)[0]))
+    found = TABLE.evaluate(call)
+    assert isinstance(found, dict)
+    said = explained(with_output(call, FAULTS[fault](found["output.0"].value)))
+    assert said is None, said.text

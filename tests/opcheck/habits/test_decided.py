@@ -1,16 +1,29 @@
-"""How a machine computes is recognised, told once with its price, and hides no fault."""
+"""How a machine computes is recognised, is named once with its price, and hides no fault; evidence of it is counts that
+add up, survive a csv, and are nothing where a stranger wrote them."""
 
+import json
 from pathlib import Path
 
 import machines as m
 import pytest
 import torch
+from support.opchecked import rows_of
 
-from vllm_accprobe.opcheck.habits.decided import settle
+from vllm_accprobe.cli import main
+from vllm_accprobe.opcheck.habits.decided import (
+    AWAY,
+    NEAREST,
+    ZERO,
+    Evidence,
+    EvidencePool,
+    candidates_of,
+    hits,
+    settle,
+)
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 
 NORM, LINEAR, ACT = "RMSNorm", "ReplicatedLinear", "SiluAndMul"
-WIDE, NEAREST = "adds up in float32 or wider", "rounds to nearest"
+WIDE, TO_NEAREST = "adds up in float32 or wider", "rounds to nearest"
 
 
 def failed(rows: list) -> set[str]:
@@ -20,19 +33,19 @@ def failed(rows: list) -> set[str]:
 @pytest.mark.parametrize(
     ("machine", "operator", "words"),
     [
-        (m.HONEST, LINEAR, {WIDE, NEAREST}),
+        (m.HONEST, LINEAR, {WIDE, TO_NEAREST}),
         (m.Machine(last=m.zero), LINEAR, {WIDE, "rounds toward zero"}),
         (m.Machine(last=m.away), LINEAR, {WIDE, "rounds away from zero"}),
         (m.Machine(last=m.stochastic), LINEAR, {"rounds at random (stochastic)"}),
-        (m.Machine(linear=m.low(1)), LINEAR, {"adds up in bfloat16, rounded after every term", NEAREST}),
-        (m.Machine(linear=m.low(8)), LINEAR, {"adds up in bfloat16, rounded after every 8 terms", NEAREST}),
-        (m.Machine(linear=m.split(2)), LINEAR, {"splits its sums into 2 parts, each rounded to bfloat16", NEAREST}),
-        (m.Machine(linear=m.split(4)), LINEAR, {"splits its sums into 4 parts, each rounded to bfloat16", NEAREST}),
+        (m.Machine(linear=m.low(1)), LINEAR, {"adds up in bfloat16, rounded after every term", TO_NEAREST}),
+        (m.Machine(linear=m.low(8)), LINEAR, {"adds up in bfloat16, rounded after every 8 terms", TO_NEAREST}),
+        (m.Machine(linear=m.split(2)), LINEAR, {"splits its sums into 2 parts, each rounded to bfloat16", TO_NEAREST}),
+        (m.Machine(linear=m.split(4)), LINEAR, {"splits its sums into 4 parts, each rounded to bfloat16", TO_NEAREST}),
         (m.Machine(norm=m.twice_norm), NORM,
-         {"rounds the normalised value to bfloat16 before the result", NEAREST}),
-        (m.Machine(act=m.twice_act), ACT, {"rounds the activation to bfloat16 before the result", NEAREST}),
+         {"rounds the normalised value to bfloat16 before the result", TO_NEAREST}),
+        (m.Machine(act=m.twice_act), ACT, {"rounds the activation to bfloat16 before the result", TO_NEAREST}),
         (m.Machine(last=m.flush, size=2.0**-128), LINEAR,
-         {"gives 0 for results below 2^-126, the smallest normal number", WIDE, NEAREST}),
+         {"gives 0 for results below 2^-126, the smallest normal number", WIDE, TO_NEAREST}),
     ],
 )  # fmt: skip
 def test_a_machine_is_recognised(machine: m.Machine, operator: str, words: set[str], tmp_path: Path) -> None:
@@ -63,7 +76,7 @@ def test_a_layer_that_departs_is_blamed(odd, usual, tap, words, tmp_path):
 
 
 def test_what_is_allowed_for_passes_by_its_habit_and_strict_allows_nothing(tmp_path: Path) -> None:
-    checked = m.checked(m.dump(tmp_path / "dump", m.Machine(linear=m.low(1)), "linear"))
+    checked = rows_of(m.dump(tmp_path / "dump", m.Machine(linear=m.low(1)), "linear"))
     rows, found = settle(checked)
     excused = [r for r in rows if "as this machine computes" in r.message]
     assert len(excused) == len([r for r in rows if r.cls == LINEAR])
@@ -71,7 +84,8 @@ def test_what_is_allowed_for_passes_by_its_habit_and_strict_allows_nothing(tmp_p
     (habit,) = (h for h in found.habits if h.kind == "accumulator")
     assert habit.price == 64.0  # 128 terms, half a rounding each
     strict, _ = settle(checked, strict=True)
-    assert failed(strict) == {f"layers.{n}.proj" for n in range(4)}
+    cut = rows_of(m.dump(tmp_path / "cut", m.Machine(last=m.zero), "linear"), standard="strict")
+    assert failed(strict) == failed(cut) == {f"layers.{n}.proj" for n in range(4)}
 
 
 def test_an_operator_that_stands_alone_may_have_the_habit_of_another(tmp_path: Path) -> None:
@@ -98,7 +112,7 @@ EVERYWHERE = {
 @pytest.mark.parametrize("what", EVERYWHERE)
 def test_nothing_else_is_excused_for_being_everywhere(what: str, tmp_path: Path) -> None:
     for machine in (EVERYWHERE[what], m.wide(EVERYWHERE[what])):
-        checked = m.checked(m.dump(tmp_path / str(machine.dtype), machine))
+        checked = rows_of(m.dump(tmp_path / str(machine.dtype), machine))
         rows, found = settle(checked)
         kept, _ = settle(checked, strict=True)
         unsettled = {r.tap for r in kept if r.status == FAIL}
@@ -140,3 +154,74 @@ def test_an_honest_machine_has_exact_functions(tmp_path: Path) -> None:
         assert failed(rows) == set()
         assert all(h.price == 0 for h in found.habits)
         assert [h for h in found.habits if h.kind == "function"]
+
+
+SOME = Evidence(
+    ("once", "low 1"), {0b001001: 50, 0b001000: 30, 0b000010: 3}, ((4, 1),) * 8, 2, (3, 4),
+    {"rsqrt": (3.0, 1.0, 0.5, 1.0, 0.25)}, {"low 1": 0.7}, 128,
+)  # fmt: skip
+
+
+def test_it_comes_back_from_its_line() -> None:
+    assert Evidence.of_text(SOME.to_text()) == SOME
+    assert "\n" not in SOME.to_text()
+    assert Evidence().to_text() == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "[]", "{}", '{"masks":3}', '{"masks":{"a":1}}', '{"other":1}', '{"ups":[1]}', '{"subnormals":[1,2,3]}',
+     '{"would":{"a":"b"}}', "[" * 5000, '{"ways":["' + "a" * 20_000 + '"]}'],
+)  # fmt: skip
+def test_what_is_none_says_nothing(text: str) -> None:
+    assert Evidence.of_text(text) == Evidence()
+
+
+def test_hits_are_of_the_bits() -> None:
+    assert candidates_of(SOME.ways)[3] == ("low 1", NEAREST)
+    assert hits(SOME) == {
+        ("once", NEAREST): 50, ("once", ZERO): 3, ("once", AWAY): 0,
+        ("low 1", NEAREST): 80, ("low 1", ZERO): 0, ("low 1", AWAY): 0,
+    }  # fmt: skip
+
+
+def test_a_way_is_left_where_no_other_is_right_alone_more_often_than_chance() -> None:
+    pool = EvidencePool([SOME, SOME])
+    assert pool.alive == [("low 1", NEAREST)]
+    assert pool.alone(("low 1", NEAREST), ("once", NEAREST)) == 60
+    assert (pool.kept, pool.flushed, pool.out) == (6, 8, 4)
+    close = Evidence(("once", "low 1"), {0b001001: 50, 0b001000: 6, 0b000001: 4})
+    assert set(EvidencePool([close]).alive) == {("once", NEAREST), ("low 1", NEAREST)}
+    other = Evidence(("once",), {0b1: 40})  # tried on fewer outputs, a way is compared by those
+    assert EvidencePool([close, other]).alone(("once", NEAREST), ("low 1", NEAREST)) == 4
+
+
+LOW = m.Machine(linear=m.low(1))
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["{dump}", "--calibrate", "{out}"], "name a further run"),
+        (["{dump}", "{dump}", "--calibrate", "{out}", "--profile"], "one dump"),
+        (["{dump}", "{dump}", "--calibrate", "{out}", "--weights", "."], "--weights goes with --profile"),
+        (["{dump}/none", "--calibrate", "{out}", "--profile"], "does not exist"),
+        (["{dump}", "--calibrate", "{dump}", "--profile"], "dump"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(args, why, tmp_path, capsys):
+    path = m.dump(tmp_path / "dump", m.HONEST, "linear")
+    assert main(["compare", *(a.format(dump=path, out=tmp_path / "out") for a in args)]) == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_a_comparison_carries_both_machines(tmp_path: Path) -> None:
+    golden, mine = (m.dump(tmp_path / n, x, "linear") for n, x in (("golden", m.HONEST), ("mine", LOW)))
+    assert main(["compare", str(golden), str(mine), "--replay", "--out", str(tmp_path / "out")]) == 0
+    machines = json.loads((tmp_path / "out" / "replay.json").read_text())["machines"]
+    words = {side: {h["words"] for h in habits} for side, habits in machines.items()}
+    assert words["golden"] == {"rounds to nearest", "adds up in float32 or wider"}
+    assert words["mine"] == {"rounds to nearest", "adds up in bfloat16, rounded after every term"}
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["origins"] == []

@@ -1,9 +1,12 @@
 """What a replay changes about a comparison: who is blamed, and who is not."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from report_examples import pair
 
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.pair import NONE_JUDGED
@@ -12,7 +15,7 @@ from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import PROVED, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
-from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide, narrowed
+from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide, narrowed, with_replayed
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.prove import prove
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
@@ -373,3 +376,87 @@ def test_a_sampler_is_acquitted_only_where_each_side_took_the_best_of_its_own_lo
     found = replace(found, pairs=[*found.pairs, token], tokens={"flipped": [{"why": why}]})
     rows = [checked("first", "pass"), checked("sampler", "pass")]
     assert judged(found, [], rows, explained("first")).verdict == verdict
+
+
+GAP = {"after": "m.0.up", "before": "m.0.down", "contains": ["m.0.act", "m.0", "m.0.down"]}
+
+
+def result(*origins):
+    plain = {"golden_path": "", "mine_path": "", "golden_run": {}, "mine_run": {}}
+    more = {"pairs": [], "coverage": {}, "first_divergence": None, "tokens": {}, "verdict": "fail", "notes": []}
+    return Comparison(**plain, **more, origins=list(origins), plan=[], standard={})
+
+
+def gaps_of(comparison):
+    return [o["gap"] and o["gap"]["contains"] for o in comparison.origins]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "left"),
+    [
+        ((), (), [["m.0.act", "m.0", "m.0.down"], None]),
+        ((), ("m.0.down", "m.0"), [["m.0.act", "m.0"], None]),
+        (("m.0.act",), (), [None]),
+        (("m.0.down",), (), [None]),
+        (("m.1",), (), [["m.0.act", "m.0", "m.0.down"], None]),
+    ],
+    ids=["nothing", "its end is right", "one inside is wrong", "its end is wrong", "another is wrong"],
+)
+def test_a_gap_is_narrowed(wrong, right, left):
+    found = narrowed(result({"module": "m.0", "gap": GAP}, {"module": "m.1", "gap": None}), wrong, right)
+    assert gaps_of(found) == left
+
+
+def test_nothing_changes_without_a_gap():
+    plain = SimpleNamespace(origins=[{"module": "m.1"}])
+    assert narrowed(plain, {"m.1"}, set()) is plain
+
+
+AT = {"tap": "m", "status": "fail", "measure": "row_rel_l2", "allowed": 0.1}
+ORIGIN = {"module": "m", "role": "output.0", "created": 0.3, "floor": 0.01, "request": "a", "position": 7}
+
+
+def pairs():
+    return [
+        pair(
+            **AT,
+            measured=0.5,
+            worst_request="b",
+            worst_position=1,
+            worst_row_rel_l2=0.2,
+            message="row norm is 1.5 times the golden's (allowed 1 ± 0.1); first seen",
+        ),
+        pair(**AT, measured=0.3, worst_request="a", worst_position=7, worst_row_rel_l2=0.3),
+        pair(tap="m", measured=0.01, allowed=0.1),
+        pair(tap="n", status="fail", measured=0.5, allowed=0.1, worst_request="a", worst_position=7),
+    ]
+
+
+def changed(origin):
+    before = pairs()
+    return {i: (p.measure, p.measured, p.allowed) for i, p in enumerate(with_replayed(before, [origin]))
+            if p != before[i]}  # fmt: skip
+
+
+def test_all_failed_pairs_of_the_output_and_none_above_the_blamed_row():
+    # the first pair's worst row is 0.2 off, and was not replayed
+    assert changed(ORIGIN) == {0: ("created", 0.2, 0.01), 1: ("created", 0.3, 0.01)}
+    assert changed(ORIGIN | {"created": 0.1, "position": 8}) == {0: ("created", 0.1, 0.01), 1: ("created", 0.1, 0.01)}
+    said = with_replayed(pairs(), [ORIGIN])[0].message
+    assert said == "introduces an error of 0.2 (limit 0.01, by replay); first seen"
+
+
+def test_where_none_failed_the_worst_that_is_not_identical_does():
+    passed = [
+        pair(tap="m", measured=0.01, allowed=0.1, worst_row_rel_l2=0.01),
+        pair(tap="m", measured=0.02, allowed=0.1, worst_row_rel_l2=0.02),
+        pair(tap="m", measured=0.0, allowed=0.1, identical=True),
+    ]
+    found = with_replayed(passed, [ORIGIN])
+    assert [(p.status, p.measured) for p in found] == [("pass", 0.01), ("fail", 0.3), ("pass", 0.0)]
+
+
+def test_what_has_no_limit_or_no_failed_pair_changes_nothing():
+    before = pairs()
+    for other in ({"floor": 0.0}, {"created": math.inf}, {"created": None}, {"module": "elsewhere"}, {"role": "x"}):
+        assert with_replayed(before, [ORIGIN | other]) is before

@@ -1,15 +1,14 @@
 """API calls that msprobe recorded, run again: PyTorch's, and MindSpore's from a dump that msprobe made of it."""
 
-import csv
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from support.backward_dump import BackwardDump
+from support.opchecked import opcheck
 from support.peer_dumps import unpack
 
-from vllm_accprobe.cli import main
 from vllm_accprobe.formats import msprobe, open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined
@@ -24,11 +23,10 @@ absent = pytest.mark.skipif(api.installed(), reason="MindSpore is installed")
 
 def found(dump: Path, out: Path, *more: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and by operator the message or status of each role."""
-    code = main(["opcheck", str(dump), "--out", str(out), "-j", "0", *more])
+    code, rows = opcheck(dump, out, *more)
     by: dict[str, dict[str, str]] = {}
-    with (out / "opcheck.csv").open(newline="") as f:
-        for row in csv.DictReader(f):
-            by.setdefault(row["op"], {})[row["role"]] = row["status"] if row["status"] != "skip" else row["message"]
+    for row in rows:
+        by.setdefault(row["op"], {})[row["role"]] = row["status"] if row["status"] != "skip" else row["message"]
     return code, by
 
 

@@ -36,24 +36,9 @@ def test_slopes_and_scale_of_a_module(config, attrs, slopes, scale):
     assert (None if found["slopes"] is None else found["slopes"].tolist(), found["scale"]) == (slopes, scale)
 
 
-def test_alibi_by_torch_and_slopes_by_hand() -> None:
+def test_slopes_by_hand() -> None:
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(3).tolist() == [2.0**-4, 2.0**-8, 2.0**-2]
-    q, k, v = draw(4, 2, 8), draw(4, 2, 8), draw(4, 2, 8)
-    slopes, at = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.arange(4)
-    bias = slopes[:, None, None] * (at[None] - at[:, None]) + torch.where(at[None] <= at[:, None], 0.0, -math.inf)
-    got, *_ = attend(q, k, v, 1.0, at, slopes=slopes)
-    torch.testing.assert_close(got, sdpa(q, k, v, bias, scale=1.0), rtol=1e-12, atol=1e-12)
-
-
-def test_soft_cap_and_sinks_by_hand() -> None:
-    q, k = torch.ones(1, 1, 1, dtype=torch.float64), torch.tensor([[[1.0]], [[3.0]]], dtype=torch.float64)
-    v = torch.tensor([[[1.0]], [[0.0]]], dtype=torch.float64)
-    a, b = (2 * math.tanh(x / 2) for x in (1.0, 3.0))
-    got, *_ = attend(q, k, v, 1.0, cap=2.0)
-    assert got.item() == pytest.approx(math.exp(a) / (math.exp(a) + math.exp(b)), rel=1e-12)
-    got, *_ = attend(q, k, v, 1.0, sinks=torch.tensor([2.0], dtype=torch.float64))
-    assert got.item() == pytest.approx(math.e / (math.e + math.exp(3) + math.exp(2)), rel=1e-12)
 
 
 def test_noise_is_what_rounded_probabilities_do() -> None:

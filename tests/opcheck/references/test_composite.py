@@ -13,8 +13,6 @@ from vllm_accprobe.opcheck.references.composite import (
     BY_OWN_CODE,
     LEFT_OUT,
     NOT_RECEIVED,
-    child_value,
-    first,
     routed_factor,
 )
 
@@ -191,15 +189,6 @@ def test_own_code_is_not_right_without_what_config_or_parts_require(call, value,
 def test_a_block_is_declined(name: str) -> None:
     with pytest.raises(Declined, match=DECLINED[name][1]):
         evaluated(DECLINED[name][0])
-
-
-def test_what_a_child_gave() -> None:
-    call = block("Block", A, {"a": A, "b": B, "b/output.1": M, "c": A[:1]})
-    assert first(call, "nobody", "a", "b").value.equal(A)
-    assert first(call, "nobody") is None
-    assert child_value(call, "output.0", "b", "output.1").value.equal(M)
-    assert child_value(call, "output.0", "c", "output.0") is None  # of another shape
-    assert child_value(call, "output.1", "a", "output.0") is None  # nothing of the block's to hold it against
 
 
 @pytest.mark.parametrize(("config", "own", "factors", "wanted"), [

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from family_verdict import verdict
 from opcheck.samples.sample import Draw, made, wide
-from reference_calls import evaluated
+from reference_calls import evaluated, verdict
 
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references.quantised import awq, gptq, scaled, weight_of

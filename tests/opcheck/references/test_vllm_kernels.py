@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_verdict import verdict
 from opcheck.samples.paged import Indexed, Sparse, attention_over_pages, indexer_cache, scores_of_single_tokens
 from opcheck.samples.sample import Draw, made
-from reference_calls import evaluated
+from reference_calls import evaluated, verdict
 
 from vllm_accprobe.opcheck.references.recurrent import in_order
 

@@ -1,70 +1,33 @@
-"""Calls built from a dump, judged, counted, and said by the command."""
+"""Calls built from a dump: missing histories, a checkpoint's parameters, formulas that no block follows. What is said
+of right and wrong calls, NaN and packed parameters is frozen (tests/freeze, ``opcheck-calls*``)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, checked, honest
-from support.opchecked import check
+from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, honest
+from support.opchecked import rows_of
 
-from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import OWN_CODE, CheckResult, unchecked, without_unknown_blocks
-from vllm_accprobe.opcheck.run.table import totals
-
-
-def test_an_honest_engine_passes_and_what_is_unknown_is_counted(tmp_path: Path) -> None:
-    rows = checked(build(tmp_path / "d"))
-    found = totals(rows)
-    assert (found.calls, found.checked) == (15, 12)
-    assert found.skipped == {"no reference for NobodyKnows": 3}
-    assert found.statuses == {"pass": 12, "skip": 3}
-    assert max(r.severity for r in rows) < 0.8
-
-
-@pytest.mark.parametrize("tap", ["layers.0.norm", "layers.0.self_attn.o_proj", "layers.0.self_attn.attn"])
-def test_a_fault_is_found_where_it_is_and_nowhere_else(tmp_path: Path, tap: str) -> None:
-    rows = checked(build(tmp_path / "d", tap))
-    assert {r.tap for r in rows if r.status == "fail"} == {tap}
-
-
-def test_a_zeroed_cache_slot_is_told_by_request_and_position(tmp_path: Path) -> None:
-    rows = [r for r in checked(build(tmp_path / "d", "layers.0.self_attn.attn")) if r.status == "fail"]
-    assert [r.step for r in rows] == [1, 2]
-    assert rows[1].request == "r0"
-    assert rows[1].position == 14
-    assert "at position 14 of request r0" in rows[1].message
-
-
-def test_a_column_is_named(tmp_path: Path) -> None:
-    worst = max(checked(build(tmp_path / "d", "layers.0.norm")), key=lambda r: r.severity)
-    assert (worst.measure, worst.column) == ("column", 7)
-
-
-def test_nan_never_passes(tmp_path: Path) -> None:
-    rows = [r for r in checked(build(tmp_path / "d", "nan")) if r.status == "fail"]
-    found = {(r.tap, r.measure, r.measures.nonfinite_mismatch) for r in rows}
-    assert found == {("layers.0.self_attn.o_proj", "nonfinite", 1)}
+from vllm_accprobe.dump.journal import StateFinding
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import REPLICATED, Record
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.run.check_calls import cache_rows, check_calls
+from vllm_accprobe.opcheck.run.judged_row import without_verdict
+from vllm_accprobe.opcheck.run.result_row import FAIL, OWN_CODE, SKIP, CheckResult, unchecked, without_unknown_blocks
+from vllm_accprobe.opcheck.run.table import lines, totals
 
 
 def test_rows_without_their_history_are_skipped_and_counted(tmp_path: Path) -> None:
-    """Capture begins at step 1: request 0 has no positions 0 to 8, request 1 none before 6."""
-    rows = [r for r in checked(build(tmp_path / "d", first=1)) if r.cls == "Attention"]
-    assert [r.status for r in rows] == ["skip", "skip"]
-    assert "earlier rows are not in the dump" in rows[0].message
-    fresh = (*SPANS[:1], [(1, 6, 1), (0, 15, 2)])  # request 0 jumps over a position, request 1 goes on
-    rows = [r for r in checked(build(tmp_path / "e", spans=fresh)) if r.cls == "Attention"]
+    """Request 0 jumps over a position, request 1 goes on. Where no row has its history: opcheck-calls-headless."""
+    fresh = (*SPANS[:1], [(1, 6, 1), (0, 15, 2)])
+    rows = [r for r in rows_of(build(tmp_path / "e", spans=fresh)) if r.cls == "Attention"]
     assert [(r.status, r.checked, r.rows) for r in rows] == [("pass", 15, 15), ("pass", 1, 3)]
     assert totals(rows).rows_skipped == {
         "its request's earlier rows are not in the dump (prefix hit, or capture began late)": 2
-    }
-
-
-def test_a_packed_parameter_is_declined_by_name(tmp_path: Path) -> None:
-    rows = [r for r in checked(build(tmp_path / "d", weights=False)) if r.cls == "QKVParallelLinear"]
-    assert {(r.status, r.message) for r in rows} == {
-        ("skip", "parameter weight was packed by a kernel before it could be captured")
     }
 
 
@@ -76,8 +39,7 @@ def test_the_checkpoint_stands_in_for_packed_parameters(tmp_path: Path) -> None:
     names = [f"layers.0.self_attn.{n}_proj.weight" for n in "qkv"]
     (tmp_path / "model").mkdir()
     save_file({n: p.contiguous() for n, p in zip(names, parts, strict=True)}, tmp_path / "model/model.safetensors")
-    calls = Calls(open_dump(build(tmp_path / "d", weights=False)), tmp_path / "model")
-    rows = list(check(calls, default_references(), ops=["QKV*"]))
+    rows = rows_of(build(tmp_path / "d", weights=False), tmp_path / "model", ops=["QKV*"])
     assert [r.status for r in rows] == ["pass"] * 3
 
 
@@ -104,3 +66,60 @@ def test_a_formula_that_no_block_of_a_class_follows_proves_none_wrong(rows, unkn
     found = without_unknown_blocks([*rows, *parts])
     assert {r.tap for r in found if r.status == "skip" and r.message == OWN_CODE} == unknown
     assert [r for r in found if r.tap not in unknown] == [r for r in [*rows, *parts] if r.tap not in unknown]
+
+
+def record(*shape: int) -> Record:
+    return Record(0, 0, "t", "T", "input.0", 0, 0, "float32", shape, None, 0, None, None, REPLICATED, None)
+
+
+@pytest.mark.parametrize(("shape", "most"), [((1 << 20,), 4), ((152_000,), 28), ((), 4096)])
+def test_few_calls_wait_whatever_they_read_and_however_little_they_give(shape: tuple[int, ...], most: int) -> None:
+    calls, read, waited, events = 10_000, 0, 0, []
+
+    def each() -> Iterator[tuple[Captured, Any]]:
+        nonlocal read
+        for n in range(calls):
+            c = Captured("sampler", 0, 0, n, Call("sampler", "Sampler"), {"input.0": record(*shape)})
+            read += 1
+            events.append("read")
+            yield c, [without_verdict(c, "", None, SKIP, "no reference")]
+
+    found = []
+    for c, rows in check_calls(None, each(), lambda: events.append("together")):  # type: ignore[arg-type]
+        assert len(rows) == 1
+        found.append(c.call)
+        waited = max(waited, read - len(found))
+    assert found == list(range(calls))
+    assert most // 2 <= waited <= most
+
+
+def test_a_crash_while_one_is_judged_is_not_the_next_ones() -> None:
+    events: list[str] = []
+
+    def each() -> Iterator[tuple[Captured, Any]]:
+        for n in range(3):
+            events.append(f"begins {n}")
+            c = Captured("t", 0, 0, n, Call("t", "T"), {"input.0": record(1 << 23)})
+            yield c, [without_verdict(c, "", None, SKIP, "no reference")]
+
+    for c, _ in check_calls(None, each(), lambda: events.append("together")):  # type: ignore[arg-type]
+        events.append(f"judged {c.call}")
+    assert events == ["begins 0", "begins 1", "together", "judged 0", "begins 2", "together", "judged 1", "together",
+                      "judged 2"]  # fmt: skip
+
+
+def test_a_finding_is_a_failing_row_of_the_first_layer() -> None:
+    dump = Dump(Path("somewhere"), {})
+    how = "request 'b' (adapter a2) reads block 0 (positions 0 to 31), which request 'a' (adapter a1) wrote"
+    found = StateFinding(8, "foreign", "kv", 0, "", 4, 1, "b", how, None, 0, 31, "a", first="layers.0.attn")
+    dump.states = [(1, found)]
+    (row,) = cache_rows(dump)
+    assert (row.tap, row.cls, row.role, row.status, row.rank) == ("layers.0.attn", "cache", "cache", FAIL, 1)
+    assert (row.request, row.position) == ("b", 0)
+    assert row.message.startswith("the cache, not the kernel: ")
+    assert row.message.endswith(how)
+    assert totals([row]).statuses[FAIL] == 1
+    first, second, *_ = lines([row], totals([row]))
+    assert first.startswith("FAIL: the cache, not the kernel: a prefix hit of another context: step 8")
+    assert second.startswith("  layers.0.attn  cache: the cache, not the kernel")
+    assert not any("as loaded" in line for line in (first, second))

@@ -7,7 +7,6 @@ import pytest
 from cli.cli_dumps import make
 from opcheck.layer_dumps import build
 from support.csv_rows import csv_rows as rows
-from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import Selection
@@ -63,16 +62,3 @@ def test_requests_and_roles_are_excluded(tmp_path: Path) -> None:
     roles = Counter(r.role.partition(".")[0] for _, r in Selection(roles=("!input.*",)).apply(opened))
     assert "input" not in roles
     assert roles["output"] > 0
-
-
-def test_gradients_of_api_calls(tmp_path: Path) -> None:
-    golden = unpack("a_msprobe_tensor", tmp_path) / "golden"
-    assert main(["opcheck", str(golden), "--backward", "-j", "0", "--out", str(tmp_path / "o")]) == 0
-    found = [r for r in rows(tmp_path / "o/opcheck.csv") if r["role"].startswith("grad.")]
-    assert not [r["message"] for r in found if "this torch has no operator" in r["message"]]
-    of_linear = [(r["role"], r["status"]) for r in found if r["op"] == "Functional.linear"]
-    assert Counter(of_linear) == {
-        ("grad.input.0", "pass"): 15, ("grad.input.1", "pass"): 15, ("grad.input.2", "pass"): 6,
-    }  # fmt: skip
-    softmax = {r["role"]: r["status"] for r in found if r["op"] == "Functional.softmax"}
-    assert softmax == {"grad.input.0": "pass"}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -78,58 +79,41 @@ def dump(path: Path, edits: dict[int, Edit], size: int = 1, unwritten: str = "",
     return found
 
 
-def said(found: Dump) -> list[str]:
-    return [f.says for f in own_findings(found, found.path).loaded]
+GATE_UP, NORM = "model.layers.{}.mlp.gate_up_proj", "model.layers.1.input_layernorm"
+NOT = f"{GATE_UP}.weight is not the checkpoint's: "
 
 
 def turned(t: dict[str, torch.Tensor]) -> None:
-    w = t["model.layers.1.mlp.gate_up_proj"]
+    w = t[GATE_UP.format(1)]
     w.copy_(w.roll(len(w) // 2, 0))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_was_loaded_right_is_silent(tmp_path: Path, size: int) -> None:
-    found = own_findings(dump(tmp_path, {}, size), tmp_path)
-    assert found.loaded == []
-    assert found.held == 6 * size
-    assert not found.unchecked
-    assert not list(found.rows())
-    assert "config.json: " in found.lines()[0]
+def of_the_other_rank(t: dict[str, torch.Tensor]) -> None:
+    w = t[GATE_UP.format(0)]
+    with TemporaryDirectory() as root:
+        w.copy_(loaded(checkpoint(Path(root)), 0, 2)[GATE_UP.format(0)])
 
 
-def test_parts_exchanged(tmp_path: Path) -> None:
-    assert said(dump(tmp_path, {0: turned})) == [
-        "model.layers.1.mlp.gate_up_proj.weight is not the checkpoint's: gate and up are exchanged"
-    ]
+def other_form(t: dict[str, torch.Tensor]) -> None:
+    for i in range(2):
+        t[f"model.layers.{i}.mlp.down_proj"].mul_(-1.37)
 
 
-def test_one_rank_of_two(tmp_path: Path) -> None:
-    assert said(dump(tmp_path, {1: turned}, 2)) == [
-        "model.layers.1.mlp.gate_up_proj.weight is not the checkpoint's: rank 1's gate and rank 1's up are exchanged"
-    ]
-
-    def shard_of_the_other(t: dict[str, torch.Tensor]) -> None:
-        t["model.layers.0.mlp.gate_up_proj"] = loaded(checkpoint(tmp_path), 0, 2)["model.layers.0.mlp.gate_up_proj"]
-
-    (one,) = said(dump(tmp_path, {1: shard_of_the_other}, 2))
-    wrong = "all rows of rank 1 are the checkpoint's rows 16 before"
-    assert one == f"model.layers.0.mlp.gate_up_proj.weight is not the checkpoint's: {wrong}"
-
-
-def test_never_written_though_the_checkpoint_has_it(tmp_path: Path) -> None:
-    tap = "model.layers.1.input_layernorm"
-    (one,) = said(dump(tmp_path, {0: lambda t: t[tap].fill_(1)}, unwritten=tap))
-    assert one == f"{tap}.weight was never written by loading: as initialised, though the checkpoint has it"
-
-
-def test_a_form_that_no_layer_has_as_the_checkpoint_is_unchecked(tmp_path: Path) -> None:
-    def changed(t: dict[str, torch.Tensor]) -> None:
-        for i in range(2):
-            t[f"model.layers.{i}.mlp.down_proj"].mul_(-1.37)
-
-    found = own_findings(dump(tmp_path, {0: changed}), tmp_path)
-    assert found.loaded == []
-    assert found.unchecked.total() == 2
+@pytest.mark.parametrize(("edits", "size", "unwritten", "says", "unchecked"), [
+    ({}, 1, "", [], 0), ({}, 2, "", [], 0), ({0: other_form}, 1, "", [], 2),
+    ({0: turned}, 1, "", [NOT.format(1) + "gate and up are exchanged"], 0),
+    ({1: turned}, 2, "", [NOT.format(1) + "rank 1's gate and rank 1's up are exchanged"], 0),
+    ({1: of_the_other_rank}, 2, "", [NOT.format(0) + "all rows of rank 1 are the checkpoint's rows 16 before"], 0),
+    ({0: lambda t: t[NORM].fill_(1)}, 1, NORM,
+     [f"{NORM}.weight was never written by loading: as initialised, though the checkpoint has it"], 0),
+], ids=["right", "two ranks", "form of no layer", "parts", "one rank", "other rank", "never written"])  # fmt: skip
+def test_what_was_loaded(tmp_path, edits, size, unwritten, says, unchecked):
+    found = own_findings(dump(tmp_path, edits, size, unwritten), tmp_path)
+    assert ([f.says for f in found.loaded], found.unchecked.total()) == (says, unchecked)
+    if not edits:
+        assert found.held == 6 * size
+        assert not list(found.rows())
+        assert "config.json: " in found.lines()[0]
 
 
 def test_constants_that_config_json_asks_for_are_checked_with(tmp_path: Path) -> None:

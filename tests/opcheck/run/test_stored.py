@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
-from support.opchecked import check
+from support.opchecked import rows_of
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import OTHER_FORM, check_stored
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 from vllm_accprobe.opcheck.run.table import totals
@@ -44,8 +43,7 @@ def model(root: Path, config: str = '{"rms_norm_eps": 1e-6}', layers: int = 3) -
 
 
 def rows(dump: Path, directory: Path | None) -> list[CheckResult]:
-    calls = Calls(open_dump(dump), directory)
-    return [*check_stored(calls), *check(calls, default_references())]
+    return [*check_stored(Calls(open_dump(dump), directory)), *rows_of(dump, directory)]
 
 
 def test_an_epsilon_unlike_its_siblings_and_config_is_a_fault(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from opcheck.samples import definitions
-from opcheck.samples.definitions import sigmoid, softmax
+from opcheck.samples.definitions import fast_gelu, gelu, gelu_tanh, layer, silu, softmax, turned
 from opcheck.samples.dtypes import BRAIN, HALF, LONG, SINGLE
 from opcheck.samples.sample import Array, Draw, Made, made, sample, wide
 
 from vllm_accprobe.opcheck.reference import Call
 
-Kernel = Callable[..., tuple[Array, ...]]
+Kernel = Callable[..., Any]
+"""The arrays that an operator gives, or the only one."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -34,8 +34,8 @@ class FusedCase:
     dtypes: tuple[torch.dtype, ...] = (BRAIN, HALF, SINGLE)
 
 
-def bools(d: Draw, *shape: int, share: float = 0.3) -> torch.Tensor:
-    return torch.from_numpy(d.rng.random(shape) < share)
+def bools(d: Draw, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(d.rng.random(shape) < 0.3)
 
 
 # --- norms --------------------------------------------------------------------------------------------------------
@@ -70,10 +70,6 @@ def _rms_backward_case(d: Draw) -> Arguments:
     return (d(9, 64), x, w, root), {}
 
 
-def layer(x: Array, shape: list[int], w: Array = 1.0, b: Array = 0.0, eps: float = 1e-5) -> tuple[Array, ...]:
-    return (definitions.layer(x, w, b, eps),)
-
-
 def _layer_case(d: Draw) -> Arguments:
     width = d.below(60, 90)
     return (d(7, 3, width) + 1, [width], 1 + d(width, scale=0.3), d(width), 0.05), {}
@@ -99,7 +95,7 @@ def group_norm(x: Array, w: Array, b: Array, group: int, eps: float = 1e-5) -> t
 
 def group_silu(x: Array, w: Array, b: Array, group: int, eps: float = 1e-5) -> tuple[Array, ...]:
     y, m, r = group_norm(x, w, b, group, eps)
-    return definitions.silu(y), m, r
+    return silu(y), m, r
 
 
 def _group_case(d: Draw) -> Arguments:
@@ -109,62 +105,43 @@ def _group_case(d: Draw) -> Arguments:
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
-def swiglu(x: Array, dim: int = -1) -> tuple[Array, ...]:
-    a, b = np.split(x, 2, dim)
-    return (definitions.silu(a) * b,)
+def gated(f: Callable[[Array], Array], first: bool = True) -> Kernel:
+    """first: the half that goes through ``f``."""
+    return lambda x: f(np.split(x, 2, -1)[not first]) * np.split(x, 2, -1)[first]
 
 
-def fast_gelu(x: Array) -> tuple[Array, ...]:
-    return (definitions.fast_gelu(x),)
+def mish(x: Array) -> Array:
+    return x * np.tanh(np.log1p(np.exp(x)))
 
 
-def mish(x: Array) -> tuple[Array, ...]:
-    return (x * np.tanh(np.log1p(np.exp(x))),)
-
-
-def gelu(x: Array, approximate: str = "none") -> tuple[Array, ...]:
-    return (definitions.gelu_tanh(x) if approximate == "tanh" else definitions.gelu(x),)
-
-
-def gelu_mul(x: Array, approximate: str = "none") -> tuple[Array, ...]:
-    a, b = np.split(x, 2, -1)
-    return (gelu(a, approximate)[0] * b,)
-
-
-def geglu(x: Array, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Array, ...]:
-    a, b = np.split(x, 2, dim)
-    gate, up = (a, b) if activate_left else (b, a)
-    g = gelu(gate, "tanh" if approximate else "none")[0]
-    return up * g, g
+def geglu(x: Array, approximate: int, first: bool = False) -> tuple[Array, ...]:
+    return gated(gelu, first)(x), gelu(np.split(x, 2, -1)[not first])
 
 
 # --- what moves and multiplies --------------------------------------------------------------------------------------
 
 
-def transpose(x: Array, perm: tuple[int, ...], shape: list[int], transpose_first: bool) -> tuple[Array, ...]:
-    return (x.transpose(perm).reshape(shape) if transpose_first else x.reshape(shape).transpose(perm),)
+def transpose(x: Array, perm: tuple[int, ...], shape: list[int], transpose_first: bool) -> Array:
+    return x.reshape(shape).transpose(perm)
 
 
-def transpose_back(up: Array, perm: tuple[int, ...], shape: list[int], transpose_first: bool) -> tuple[Array, ...]:
+def transpose_back(up: Array, perm: tuple[int, ...], shape: list[int], transpose_first: bool) -> Array:
     """The input whose transposition is ``up``."""
-    numbers = np.arange(up.size).reshape([shape[p] for p in np.argsort(perm)] if transpose_first else shape)
-    moved = transpose(numbers.reshape(shape), perm, shape, False)[0]
     back = np.empty(up.size, up.dtype)
-    back[moved.ravel()] = up.ravel()
-    return (back.reshape(shape),)
+    back[transpose(np.arange(up.size), perm, shape, False).ravel()] = up.ravel()
+    return back.reshape(shape)
 
 
-def linear(x: Array, w: Array, b: Array = None) -> tuple[Array, ...]:
-    y = np.einsum("...k,nk->...n", x, w)
-    return (y if b is None else y + b,)
+def linear(x: Array, w: Array, b: Array = 0.0) -> Array:
+    return np.einsum("...k,nk->...n", x, w) + b
 
 
 def linear_backward(up: Array, x: Array, w: Array) -> tuple[Array, ...]:
     return np.einsum("tn,nk->tk", up, w), np.einsum("tn,tk->nk", up, x)
 
 
-def rotary(x: Array, cos: Array, sin: Array, rotary_mode: str = "half") -> tuple[Array, ...]:
-    return (definitions.turned(x, cos, sin, 2 if rotary_mode == "half" else x.shape[-1]),)
+def rotary(x: Array, cos: Array, sin: Array, parts: int = 2) -> Array:
+    return turned(x, cos, sin, parts)
 
 
 def _rotary_case(d: Draw) -> Arguments:
@@ -173,30 +150,23 @@ def _rotary_case(d: Draw) -> Arguments:
     return (d(4, 9, 5, 32), both.cos().to(d.dtype), both.sin().to(d.dtype)), {}
 
 
-def _swapped(x: Array, cos: Array, sin: Array, rotary_mode: str = "half") -> tuple[Array, ...]:
-    a, b = np.split(x, 2, -1)
-    return rotary(np.concatenate((b, a), -1), cos, sin, rotary_mode)
-
-
 # --- softmax, routers -----------------------------------------------------------------------------------------------
 
 
-def masked_softmax(x: Array, mask: Array, scale: float = 1, fixed_triu_mask: bool = False) -> tuple[Array, ...]:
-    if fixed_triu_mask:
-        mask = np.triu(np.ones(mask.shape, bool), 1)
-    return (softmax(np.where(mask, -10000, x * scale)),)
+def masked_softmax(x: Array, mask: Array, scale: float, fixed_triu_mask: bool) -> Array:
+    return softmax(np.where(mask, -10000, x * scale))
 
 
 def _masked_case(d: Draw) -> Arguments:
     return (d(4, 3, 8, d.below(20, 30)), None, 0.7, False), {}
 
 
-def masked_softmax_backward(up: Array, y: Array, mask: Array, scale: float, triu: bool) -> tuple[Array, ...]:
+def masked_softmax_backward(up: Array, y: Array, mask: Array, scale: float, triu: bool) -> Array:
     dx = np.empty_like(up)
     for i in np.ndindex(up.shape[:-1]):
         jacobian = np.diag(y[i]) - np.outer(y[i], y[i])
         dx[i] = jacobian @ up[i] * scale
-    return (np.where(np.broadcast_to(mask, up.shape), 0.0, dx),)
+    return np.where(np.broadcast_to(mask, up.shape), 0.0, dx)
 
 
 def cross_entropy(
@@ -286,7 +256,6 @@ LISTED = (
 """msprobe's document, "List of Supported Fused Operators", in its order."""
 UNDIFFERENTIATED = {"npu_apply_adam", "npu_apply_adam_w"}
 """An optimiser's step is written into its parameters: torch_npu has no gradient of it, and nobody records one."""
-_SINGLE = (SINGLE,)
 CASES: dict[str, FusedCase] = {
     "npu_rms_norm": FusedCase(_rms_case, rms, {
         "another epsilon": lambda x, w, epsilon: rms(x, w, 2 * epsilon),
@@ -299,9 +268,9 @@ CASES: dict[str, FusedCase] = {
     "npu_rms_norm_backward": FusedCase(_rms_backward_case, rms_backward, {
         "the mean is left out": lambda dy, x, w, r: (dy * w * r, rms_backward(dy, x, w, r)[1]),
     }),
-    "npu_layer_norm_eval": FusedCase(_layer_case, layer, {
-        "weight and bias are left out": lambda x, s, w, b, eps: layer(x, s, 1.0, 0.0, eps),
-        "another epsilon": lambda x, s, w, b, eps: layer(x, s, w, b, 0.0),
+    "npu_layer_norm_eval": FusedCase(_layer_case, lambda x, s, w, b, eps: layer(x, w, b, eps), {
+        "weight and bias are left out": lambda x, s, w, b, eps: layer(x, eps=eps),
+        "another epsilon": lambda x, s, w, b, eps: layer(x, w, b, 0.0),
     }, ("input.0", "input.2", "input.3")),
     "npu_deep_norm": FusedCase(lambda d: ((d(9, 60), d(9, 60), d(60), 1 + d(60, scale=0.2)), {"alpha": 0.4}), deep, {
         "alpha is left out": lambda x, gx, b, w, alpha: deep(x, gx, b, w, 1.0),
@@ -311,41 +280,29 @@ CASES: dict[str, FusedCase] = {
         "one group more": lambda x, w, b, g, eps: (
             group_silu(x, w, b, g + 1, eps)[0], *group_silu(x, w, b, g, eps)[1:]),
     }, ("input.0", "input.1", "input.2")),
-    "npu_swiglu": FusedCase(lambda d: ((d(8, 2 * d.below(20, 30)),), {}), swiglu, {
-        "halves are swapped": lambda x: swiglu(np.concatenate(np.split(x, 2, -1)[::-1], -1)),
-    }, ("input.0",)),
-    "npu_fast_gelu": FusedCase(lambda d: ((d(8, 33),), {}), fast_gelu, {
-        "GELU instead": lambda x: gelu(x),
-    }, ("input.0",)),
-    "fast_gelu": FusedCase(lambda d: ((d(8, 33),), {}), fast_gelu, {
-        "SiLU instead": lambda x: (x * sigmoid(x),),
-    }, ("input.0",)),
-    "npu_mish": FusedCase(lambda d: ((d(8, 33),), {}), mish, {
-        "SiLU instead": lambda x: (x * sigmoid(x),),
-    }, ("input.0",)),
-    "npu_silu": FusedCase(
-        lambda d: ((d(8, 33),), {}), lambda x: (x * sigmoid(x),), {"Mish instead": mish}, ("input.0",)),
-    "npu_gelu": FusedCase(lambda d: ((d(8, 33),), {"approximate": "tanh"}), gelu, {
-        "fast GELU instead": lambda x, approximate: fast_gelu(x),
-    }, ("input.0",)),
-    "npu_gelu_mul": FusedCase(lambda d: ((d(8, 44),), {}), gelu_mul, {
-        "halves are swapped": lambda x: gelu_mul(np.concatenate(np.split(x, 2, -1)[::-1], -1)),
-    }, ("input.0",)),
+    "npu_swiglu": FusedCase(lambda d: ((d(8, 2 * d.below(20, 30)),), {}), gated(silu), {
+        "halves are swapped": gated(silu, False)}, ("input.0",)),
+    **{name: FusedCase(lambda d: ((d(8, 33),), {}), right, {f"{other.__name__} instead": other}, ("input.0",))
+       for name, right, other in (("npu_fast_gelu", fast_gelu, gelu), ("fast_gelu", fast_gelu, silu),
+                                  ("npu_mish", mish, silu), ("npu_silu", silu, mish))},
+    "npu_gelu": FusedCase(lambda d: ((d(8, 33),), {"approximate": "tanh"}), lambda x, approximate: gelu_tanh(x), {
+        "fast GELU instead": lambda x, approximate: fast_gelu(x)}, ("input.0",)),
+    "npu_gelu_mul": FusedCase(lambda d: ((d(8, 44),), {}), gated(gelu), {
+        "halves are swapped": gated(gelu, False)}, ("input.0",)),
     "npu_geglu": FusedCase(lambda d: ((d(8, 44),), {"approximate": 0}), geglu, {
-        "the other half is activated": lambda x, approximate: geglu(x, -1, 0, True),
-    }, ("input.0",)),
+        "the other half is activated": lambda x, approximate: geglu(x, 0, True)}, ("input.0",)),
     "npu_confusion_transpose": FusedCase(
         lambda d: ((d(6, 4, 30), (0, 2, 1, 3), [6, 4, 5, 6], False), {}), transpose, {
             "another order": lambda x, perm, shape, first: (
-                transpose(x, (0, 2, 3, 1), shape, first)[0].reshape(6, 5, 4, 6),),
+                transpose(x, (0, 2, 3, 1), shape, first).reshape(6, 5, 4, 6)),
         }, ("input.0",)),
     "npu_confusion_transpose_backward": FusedCase(
         lambda d: ((d(6, 5, 4, 6), (0, 2, 1, 3), [6, 4, 5, 6], False), {}), transpose_back, {
-            "it is reshaped only": lambda up, perm, shape, first: (up.reshape(shape),),
+            "it is reshaped only": lambda up, perm, shape, first: up.reshape(shape),
         }),
     "npu_sort_v2": FusedCase(lambda d: ((d(7, 30),), {"dim": -1, "descending": True}),
-                             lambda x, dim, descending: (np.sort(x, dim)[..., ::-1].copy(),), {
-        "ascending": lambda x, dim, descending: (np.sort(x, dim),),
+                             lambda x, dim, descending: np.sort(x, dim)[..., ::-1].copy(), {
+        "ascending": lambda x, dim, descending: np.sort(x, dim),
     }, ("input.0",)),
     "npu_linear": FusedCase(lambda d: ((d(9, 50), d(31, 50, scale=0.2), d(31)), {}), linear, {
         "the bias is left out": lambda x, w, b: linear(x, w),
@@ -355,8 +312,8 @@ CASES: dict[str, FusedCase] = {
         "a row is left out": lambda up, x, w: (linear_backward(up, x, w)[0], linear_backward(up[1:], x[1:], w)[1]),
     }, (), (BRAIN, SINGLE)),
     "npu_rotary_mul": FusedCase(_rotary_case, rotary, {
-        "halves are swapped": _swapped,
-        "neighbours instead of halves": lambda x, c, s: rotary(x, c, s, "interleave"),
+        "halves are swapped": lambda x, c, s: rotary(np.roll(x, 16, -1), c, s),
+        "neighbours instead of halves": lambda x, c, s: rotary(x, c, s, 32),
         "the sign is lost": lambda x, c, s: rotary(x, c, -s),
     }, ("input.0", "input.1", "input.2")),
     "npu_scaled_masked_softmax": FusedCase(_masked_case, masked_softmax, {
@@ -379,12 +336,12 @@ CASES: dict[str, FusedCase] = {
     "npu_apply_adam": FusedCase(_adam_case, adam, {
         "one power more": lambda *a, out: adam(*a, out=out, power=0.999),
         "no Nesterov": lambda *a, out: adam(*a[:-1], False, out=out),
-    }, (), _SINGLE),
+    }, (), (SINGLE,)),
     "npu_apply_adam_w": FusedCase(_adam_w_case, adam_w, {
         "the decay is left out": lambda *a, out: adam_w(*a[:3], 0.0, *a[4:], out=out),
         "amsgrad is left out": lambda *a, out: adam_w(*a[:-2], False, a[-1], out=out),
         "it goes down where it should go up": lambda *a, out: adam_w(*a[:-1], False, out=out),
-    }, (), _SINGLE),
+    }, (), (SINGLE,)),
 }  # fmt: skip
 
 
@@ -411,7 +368,8 @@ def in_numpy(value: Any) -> Any:
 
 def ran(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Array, ...]:
     """What a definition makes of the call."""
-    return kernel(*(in_numpy(a) for a in args), **{k: in_numpy(v) for k, v in kwargs.items()})
+    y = kernel(*(in_numpy(a) for a in args), **{k: in_numpy(v) for k, v in kwargs.items()})
+    return y if isinstance(y, tuple) else (y,)
 
 
 FLOAT32 = ("output.1", "output.2")

@@ -309,16 +309,19 @@ ATTENTION = ("a softmax scale 2 % too large", "window off by one", "heads interl
 SIZES = ((4, 2, 0), (4, 4, 5), (4, 1, 0), (6, 3, 1))
 
 
-@sample(*ATTENTION, variants=[{"heads": h, "kv": k, "window": w} for h, k, w in SIZES])
-def attention(d: Draw, fault: str, heads: int, kv: int, window: int) -> Made | None:
-    """Two requests: positions 20 to 23 of one, and all 12 of another."""
+@sample(*ATTENTION, variants=[*({"heads": h, "kv": k, "window": w} for h, k, w in SIZES),
+                              *({"heads": 4, "kv": 2, "window": 0, "more": m} for m in ("cap", "sinks", "slopes"))])
+def attention(d: Draw, fault: str, heads: int, kv: int, window: int, more: str = "") -> Made | None:
+    """Two requests: positions 20 to 23 of one, and all 12 of another. more: what a module has besides."""
     if (fault == "window off by one") > (window > 0) or (fault == "heads interleaved" and kv in (1, heads)):
         return None
-    if fault == "a softmax scale 2 % too large" and window:
+    if (fault == "a softmax scale 2 % too large" and window) or (fault and more):
         return None
     width, own, total = 16, (4, 12), (24, 12)
     q = d(16, heads, width, scale=3)
     sides = [[d(m, kv, width) for m in total] for _ in range(2)]
+    sinks, slopes = d(heads) if more == "sinks" else None, [0.5, 0.25, 2.0, 1.0] if more == "slopes" else []
+    how = {"cap": 5.0 if more == "cap" else 0.0, "sinks": None if sinks is None else wide(sinks)}
     out, runs, begin = [], [], 0
     for r, (n, m) in enumerate(zip(own, total, strict=True)):
         k, v = (wide(side[1 if fault == "the next request's keys" else r]) for side in sides)
@@ -326,16 +329,18 @@ def attention(d: Draw, fault: str, heads: int, kv: int, window: int) -> Made | N
         runs.append(CachedRun(torch.arange(begin, begin + n), torch.arange(m - n, m), held))
         k, v = (t[:, np.arange(heads) % kv] for t in (k, v)) if fault == "heads interleaved" else (k, v)
         hidden = lower(n, len(k), window=window + (fault == "window off by one") if window else 0)
+        hidden = hidden + np.array(slopes)[:, None, None] * np.arange(len(k)) if slopes else hidden
         scale = 0.255 if fault.startswith("a softmax") else 0.25
-        out.append(attend(wide(q[begin : begin + n]), k, v, scale, hidden))
+        out.append(attend(wide(q[begin : begin + n]), k, v, scale, hidden, **how))
         begin += n
     y = np.concatenate(out).reshape(16, -1)
     new = (torch.cat([t[m - n :] for t, n, m in zip(side, own, total, strict=True)]).flatten(1) for side in sides)
     inputs = dict(zip(("query", "key", "value"), (q.flatten(1), *new), strict=True))
     attrs = {"num_heads": heads, "num_kv_heads": kv, "head_size": width, "scale": 0.25}
     attrs |= {"sliding_window": [window - 1, -1] if kv == 4 else window} if window else {}
-    extra = {"cache": StoredCache(runs, "")}
-    return made("Attention", inputs=inputs, attrs=attrs, extra=extra, outputs={"output.0": y})
+    attrs |= {"logits_soft_cap": 5.0} if more == "cap" else {"impl.alibi_slopes": slopes} if slopes else {}
+    return made("Attention", inputs=inputs, attrs=attrs, params={} if sinks is None else {"sinks": sinks},
+                extra={"cache": StoredCache(runs, "")}, outputs={"output.0": y})  # fmt: skip
 
 
 @sample("runs see each other")

@@ -16,7 +16,7 @@ from vllm_accprobe.opcheck.reference import Call
 # --- the gated delta rule -------------------------------------------------------------------------------------------
 
 
-def _delta(
+def delta_rule(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, fault: str, eps: float = 1e-5
 ) -> tuple[Array, Array]:
     """One sequence, token by token: q, k [t, h, n], v [t, hv, m], g, beta [t, hv], state [hv, n, m]."""
@@ -57,7 +57,7 @@ def gated_delta_rule(d: Draw, fault: str) -> Made:
     for n, at in enumerate(places):
         first = states[(at + 1) % 6] if fault == "state of another slot" else states[at]
         stop = ends[n + 1] - 3 if fault == "last chunk dropped" and lengths[n] > 3 else ends[n + 1]
-        out[ends[n] : stop], new[at] = _delta(*(y[ends[n] : stop] for y in x), first, fault)
+        out[ends[n] : stop], new[at] = delta_rule(*(y[ends[n] : stop] for y in x), first, fault)
     return made(DELTA, *args, outputs={"output.0": (out[None], d.dtype), "inplace.input.5": (new, SINGLE)})
 
 
@@ -71,7 +71,7 @@ def delta_rule_of_flash_linear_attention(d: Draw, fault: str, module: bool) -> M
     for n in range(2):
         first = wide(states)[1 - n if fault == "state of another slot" else n].swapaxes(1, 2)
         rows = slice(ends[n], ends[n + 1])
-        out[0, rows], last = _delta(*(y[rows] for y in x), first, fault, 1e-6)
+        out[0, rows], last = delta_rule(*(y[rows] for y in x), first, fault, 1e-6)
         new[n] = last.swapaxes(1, 2)
     numbers = torch.tensor(ends)
     if module:
@@ -83,7 +83,7 @@ def delta_rule_of_flash_linear_attention(d: Draw, fault: str, module: bool) -> M
                 outputs={"output.0": out, "output.1": (new, SINGLE)})  # fmt: skip
 
 
-def _gates(
+def gates(
     a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, fault: str
 ) -> tuple[Array, Array]:
     x = wide(a) + (0 if fault == "no bias" else wide(bias))
@@ -93,7 +93,7 @@ def _gates(
 @sample("no bias", dtypes=(SINGLE,))
 def gates_of_the_delta_rule(d: Draw, fault: str) -> Made:
     a_log, a, b, bias = d(4), d(7, 4), d(7, 4), d(4)
-    g, beta = _gates(a_log, a, b, bias, fault)
+    g, beta = gates(a_log, a, b, bias, fault)
     return made("torch.ops._C.fused_gdn_gating_cpu", a_log, a, b, bias, outputs={"output.0": g, "output.1": beta},
                 dtype=SINGLE)  # fmt: skip
 
@@ -103,12 +103,12 @@ def delta_rule_of_one_token(d: Draw, fault: str) -> Made:
     """Of three sequences, with the gates inside."""
     q, k, v, states = d(1, 3, 2, 8), d(1, 3, 2, 8), d(1, 3, 4, 6), d(6, 4, 8, 6, dtype=SINGLE)
     a_log, a, b, bias, places = d(4, dtype=SINGLE), d(3, 4), d(3, 4), d(4, dtype=SINGLE), [4, 1, 3]
-    g, beta = _gates(a_log, a, b, bias, fault)
+    g, beta = gates(a_log, a, b, bias, fault)
     out, new = np.zeros((1, 3, 4, 6)), wide(states).copy()
     for n, at in enumerate(places):
         first = wide(states)[places[n - 1] if fault == "state of another slot" else at]
         one = (wide(t)[0, n : n + 1] for t in (q, k, v))
-        out[:, n], new[at] = _delta(*one, g[n : n + 1], beta[n : n + 1], first, fault)
+        out[:, n], new[at] = delta_rule(*one, g[n : n + 1], beta[n : n + 1], first, fault)
     return made("torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu", a_log, bias, q, k, v, a, b, states,
                 torch.tensor(places), torch.arange(4), True,
                 outputs={"output.0": out, "inplace.input.7": (new, SINGLE)})  # fmt: skip
@@ -136,7 +136,7 @@ def long_delta_rule_rounded_on_the_way(d: Draw, fault: str) -> Made:
 # --- Mamba ----------------------------------------------------------------------------------------------------------
 
 
-def _scan(
+def scan(
     x: Array, dt: Array, a: Array, b: Array, c: Array, skip: Array, state: Array, fault: str
 ) -> tuple[Array, Array]:
     """One sequence: x [t, h, p], dt [t, h], a [h], b, c [t, groups, n], skip [h], state [h, p, n]."""
@@ -171,7 +171,7 @@ def mamba_2_of_varying_lengths(d: Draw, fault: str) -> Made:
     for k in range(2):
         rows, at = slice(ends[k], ends[k + 1]), 1 - k if fault == "state of another sequence" else k
         y = (wide(x)[rows], step[rows], wide(a), wide(b)[rows], wide(c)[rows], wide(skip))
-        out[rows], new[k] = _scan(*y, wide(first)[at], fault)
+        out[rows], new[k] = scan(*y, wide(first)[at], fault)
     outputs = {"inplace.input.10": out * wide(z) * sigmoid(wide(z)), "output.0": new}
     return made("torch.ops.vllm.mamba_chunk_scan_combined_varlen", x, dt, a, b, c, 8, torch.tensor(ends), None, None,
                 None, torch.zeros_like(x), skip, z, bias, first, True, None, False, outputs=outputs,
@@ -191,7 +191,7 @@ def mamba_2_in_chunks(d: Draw, fault: str, lengths: list[int]) -> Made | None:
     for k in range(len(lengths)):
         stop = max(ends[k + 1] - 2, ends[k]) if fault == "last chunk dropped" else ends[k + 1]
         rows, begin = slice(ends[k], stop), new[k - 1] if fault == "state of another sequence" else new[k]
-        out[rows], new[k] = _scan(*(wide(t) if t.dim() == 1 else wide(t)[rows] for t in (x, dt, a, b, c, skip)), begin,
+        out[rows], new[k] = scan(*(wide(t) if t.dim() == 1 else wide(t)[rows] for t in (x, dt, a, b, c, skip)), begin,
                                   fault)  # fmt: skip
     return made("torch.ops._C.mamba_chunk_scan_fwd_cpu", torch.zeros_like(x), first, x, dt, a, b, c, skip, None,
                 torch.tensor(ends, dtype=INT),
@@ -209,7 +209,7 @@ def mamba_2_of_one_token(d: Draw, fault: str) -> Made:
         step = np.log1p(np.exp(wide(dt)[k : k + 1] + (0 if fault == "no bias" else wide(bias))))
         at = int(reads[(k + 2) % 4 if fault == "state of another slot" else k])
         one = [wide(t)[k : k + 1] for t in (x, b, c)]
-        out[k], s = _scan(one[0], step, wide(a), one[1], one[2], wide(skip), wide(states)[at], fault)
+        out[k], s = scan(one[0], step, wide(a), one[1], one[2], wide(skip), wide(states)[at], fault)
         new[int(reads[k])] = new[int(writes[k])] = s
     args = (states, x, dt[:, :, None].expand(-1, -1, p), a[:, None, None].expand(h, p, n), b, c,
             skip[:, None].expand(h, p), None, bias[:, None].expand(h, p), True, reads, writes, 0, torch.zeros_like(x),
@@ -244,14 +244,16 @@ def mamba_1(d: Draw, fault: str, gated: bool) -> Made:
 # --- short convolutions ---------------------------------------------------------------------------------------------
 
 
-def _convolved(x: Array, w: Array, bias: Array, state: Array, fault: str = "") -> tuple[Array, Array]:
-    """x [t, d], w [d, width], state [d, width - 1]: outputs and the last inputs."""
+def convolved(
+    x: Array, w: Array, bias: Array, state: Array, fault: str = "", act: bool = True
+) -> tuple[Array, Array]:  # fmt: skip
+    """x [t, d], w [d, width], state [d, width - 1]: outputs (act: through SiLU) and the last inputs."""
     width = w.shape[1]
     whole = np.concatenate((state, x.T), 1)
     early = np.concatenate((np.zeros((len(w), 1)), whole), 1) if fault == "one early" else whole
     y = np.stack([(early[:, i : i + width] * w).sum(1) + bias for i in range(len(x))])
     last = whole[:, -width:-1] if fault == "state one early" else whole[:, whole.shape[1] - width + 1 :]
-    return y * sigmoid(y), last
+    return y * sigmoid(y) if act else y, last
 
 
 CONVOLUTIONS = ("one early", "state one early", "state of another slot", "stale state")
@@ -268,7 +270,7 @@ def short_convolution_of_a_batch(d: Draw, fault: str) -> Made:
         at = places[(n + 1) % 3] if fault == "state of another slot" else places[n]
         first = wide(states)[at] if begins[n] or fault == "stale state" else np.zeros((width, w_ - 1))
         rows = slice(ends[n], ends[n + 1])
-        out[rows], new[places[n]] = _convolved(wide(x).T[rows], wide(w), wide(bias), first, fault)
+        out[rows], new[places[n]] = convolved(wide(x).T[rows], wide(w), wide(bias), first, fault)
     args = (x, w, bias, states, torch.tensor(ends), torch.tensor(places), torch.tensor(begins), "silu")
     return made("torch.ops.vllm.causal_conv1d_fn", *args, dtype=d.dtype,
                 outputs={"output.0": out.T, "inplace.input.3": new})  # fmt: skip
@@ -281,7 +283,7 @@ def short_convolution_of_one_token(d: Draw, fault: str) -> Made:
     x, w, bias, states = d(3, width), d(width, w_), d(width), d(6, width, w_ - 1)
     places, out, new = [4, 0, 2], np.zeros((3, width)), wide(states).copy()
     for n in (0, 2):
-        y, new[places[n]] = _convolved(wide(x)[n : n + 1], wide(w), wide(bias), wide(states)[places[n]], fault)
+        y, new[places[n]] = convolved(wide(x)[n : n + 1], wide(w), wide(bias), wide(states)[places[n]], fault)
         out[n] = y[0]
     return made("torch.ops._C.causal_conv1d_update_cpu_vec", x, states, w, bias, "silu", torch.tensor(places)[:, None],
                 None, 0, outputs={"output.0": out, "inplace.input.1": new}, dtype=DOUBLE)  # fmt: skip

@@ -226,11 +226,6 @@ def _say(v: Verdict, reference: Any, mine: Any) -> str:
     )
 
 
-def load_cases(directory: Path) -> list[Case]:
-    """All cases of a folder, in order. Raises OSError or ValueError for what cannot be read."""
-    return [load_case(path) for path in sorted(directory.glob("*.json"))]
-
-
 def load_case(path: Path) -> Case:
     tree = json.loads(path.read_text(encoding="utf-8"))
     tensors = load(path.with_suffix(".safetensors"))

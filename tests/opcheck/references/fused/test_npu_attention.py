@@ -1,21 +1,25 @@
 """Fused attention in every layout and sparse mode, against loops over queries and keys, and its gradient."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import family_verdict
 import numpy as np
 import pytest
 import torch
-from reference_calls import TABLE, evaluated
+from reference_calls import TABLE, evaluated, verdict
 
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import attention, gradients
 
 B, N, NK, SQ, SK, D, SCALE = 2, 4, 2, 7, 9, 8, 0.4
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "BNSD": lambda x: x, "BSND": lambda x: x.transpose(1, 2), "BSH": lambda x: x.transpose(1, 2).flatten(2),
+    "SBH": lambda x: x.permute(2, 0, 1, 3).flatten(2),
+}  # fmt: skip
+"""[B, N, S, D] in each layout."""
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -38,24 +42,13 @@ def defined(
     return e @ v[own] / np.where(total, total, 1.0)[..., None], top, total
 
 
-def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """[B, N, S, D] in a layout."""
-    if layout == "BNSD":
-        return x
-    x = x.transpose(1, 2)
-    if layout == "BSND":
-        return x
-    x = x.flatten(2)
-    return x if layout == "BSH" else x.transpose(0, 1)
-
-
 def tensors(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     return draw(seed, B, N, SQ, D, dtype=dtype), draw(seed + 1, B, NK, SK, D, dtype=dtype), draw(
         seed + 2, B, NK, SK, D, dtype=dtype)  # fmt: skip
 
 
 def call_of(q: Any, k: Any, v: Any, layout: str = "BNSD", name: str = "npu_fusion_attention", **kwargs: Any) -> Call:
-    args = (*(laid_out(t, layout) for t in (q, k, v)), N, layout)
+    args = (*(LAYOUTS[layout](t) for t in (q, k, v)), N, layout)
     return Call("tap", f"NPU.{name}", args=args, kwargs={"scale": SCALE, **kwargs})
 
 
@@ -87,10 +80,9 @@ def test_layouts_and_modes(mode: str) -> None:
     y, top, total = (np.stack(x) for x in zip(*(defined(*(t[b].numpy() for t in (q, k, v)), hidden[b])
                                                for b in range(B)), strict=True))  # fmt: skip
     shapes = {"output.1": torch.zeros(B, N, SQ, 8), "output.2": torch.zeros(B, N, SQ, 8)}
-    for layout in LAYOUTS:
+    for layout, laid_out in LAYOUTS.items():
         found = evaluated(replace(call_of(q, k, v, layout, **kwargs), outputs=shapes))
-        expected = laid_out(torch.from_numpy(y), layout)
-        torch.testing.assert_close(found["output.0"].value, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found["output.0"].value, laid_out(torch.from_numpy(y)), rtol=1e-10, atol=1e-12)
         for role, x in (("output.1", top), ("output.2", total)):
             np.testing.assert_allclose(found[role].value.numpy(), np.repeat(x[..., None], 8, -1), rtol=1e-10)
 
@@ -186,48 +178,36 @@ def test_gradients_by_differences_and_as_an_operator(mode: str) -> None:
         torch.testing.assert_close(as_operator[output].value, found[role].value)
 
 
-def kernel(
-    q: Any, k: Any, v: Any, mask: Any = None, scale: float = 0.4, heads: Any = None, tail: bool = True
-) -> torch.Tensor:  # fmt: skip
-    """A kernel in bfloat16 whose weights are rounded. heads: which heads of keys serve; tail: the last key counts."""
-    chosen = torch.arange(N) * NK // N if heads is None else heads
-    key, value = k[:, chosen].float(), v[:, chosen].float()
-    scores = q.float() @ key.transpose(-1, -2) * scale
-    if mask is not None:
-        scores = scores.masked_fill(mask, -math.inf)
-    if not tail:
-        scores[..., -1] = -math.inf
-    return (torch.softmax(scores, -1).bfloat16().float() @ value).bfloat16()
+CAUSAL, OWN = torch.from_numpy(KEY > QUERY + SHIFT), torch.arange(N) * NK // N
 
 
-def test_an_honest_kernel_passes_and_wrong_ones_fail() -> None:
+@pytest.mark.parametrize("wrong", [
+    {}, {"mask": CAUSAL & False}, {"mask": torch.from_numpy(KEY > QUERY)}, {"scale": 1.0},
+    {"heads": torch.arange(N) % NK}, {"mask": CAUSAL | torch.from_numpy(KEY == SK - 1)},
+])  # fmt: skip
+def test_a_kernel_whose_weights_are_rounded_passes_and_wrong_ones_fail(wrong: dict[str, Any]) -> None:
+    """In bfloat16. heads: which heads of keys serve."""
     q, k, v = tensors(dtype=torch.bfloat16)
-    causal = torch.ones(SQ, SK, dtype=torch.bool).triu(1 + SHIFT)
+    how = {"mask": CAUSAL, "scale": SCALE, "heads": OWN, **wrong}
+    key, value = (t[:, how["heads"]].float() for t in (k, v))
+    scores = (q.float() @ key.transpose(-1, -2) * how["scale"]).masked_fill(how["mask"], -math.inf)
+    mine = (torch.softmax(scores, -1).bfloat16().float() @ value).bfloat16()
     call = call_of(q, k, v, atten_mask=TRIANGLE, sparse_mode=3)
-
-    def passes(mine: torch.Tensor) -> bool:
-        return family_verdict.verdict(replace(call, outputs={"output.0": mine}), "output.0", mine).passed
-
-    assert passes(kernel(q, k, v, causal))
-    for wrong in (
-        kernel(q, k, v), kernel(q, k, v, causal, 1.0), kernel(q, k, v, torch.ones(SQ, SK, dtype=torch.bool).triu(1)),
-        kernel(q, k, v, causal, heads=torch.arange(N) % NK), kernel(q, k, v, causal, tail=False),
-    ):  # fmt: skip
-        assert not passes(wrong)
+    passed = verdict(replace(call, outputs={"output.0": mine}), "output.0", mine).passed
+    assert passed == (not wrong)
 
 
 def test_a_wrong_gradient_fails() -> None:
     q, k, v = tensors(dtype=torch.bfloat16)
     up = draw(4, B, N, SQ, D, dtype=torch.bfloat16)
     leaves = [t.float().requires_grad_() for t in (q, k, v)]
-    chosen = torch.arange(N) * NK // N
-    y = torch.softmax(leaves[0] @ leaves[1][:, chosen].transpose(-1, -2) * 0.4, -1) @ leaves[2][:, chosen]
+    y = torch.softmax(leaves[0] @ leaves[1][:, OWN].transpose(-1, -2) * 0.4, -1) @ leaves[2][:, OWN]
     dq, dk, dv = (g.bfloat16() for g in torch.autograd.grad(y, leaves, up.float()))
     args, kwargs = (q, k, v, up, N, "BNSD"), {"scale_value": 0.4}
 
     def passes(role: str, mine: torch.Tensor) -> bool:
         call = Call("tap", "NPU.npu_fusion_attention_grad", args=args, kwargs=kwargs, outputs={role: mine})
-        return family_verdict.verdict(call, role, mine).passed
+        return verdict(call, role, mine).passed
 
     assert [passes(f"output.{n}", g) for n, g in enumerate((dq, dk, dv))] == [True] * 3
     half = dk.clone()
@@ -253,9 +233,8 @@ def test_a_query_that_sees_no_key_may_be_anything_that_is_published() -> None:
     mask = FULL.clone()
     mask[:, :, 2] = True
     call = call_of(q, k, v, atten_mask=mask)
-    chosen = torch.arange(N) * NK // N
     plain = evaluated(call_of(q, k, v))["output.0"].value
-    for published in (torch.zeros(B, N, D), v[:, chosen].mean(2), plain[:, :, 2]):
+    for published in (torch.zeros(B, N, D), v[:, OWN].mean(2), plain[:, :, 2]):
         mine = evaluated(call)["output.0"].value.clone()
         mine[:, :, 2] = published
         torch.testing.assert_close(evaluated(replace(call, outputs={"output.0": mine}))["output.0"].value, mine)

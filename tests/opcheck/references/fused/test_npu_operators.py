@@ -3,12 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-import family_verdict
 import pytest
 import torch
 from opcheck.samples.fused import CASES, LISTED, UNDIFFERENTIATED, ran
 from opcheck.samples.fused import fused_call as call_of
-from reference_calls import TABLE, evaluated
+from reference_calls import TABLE, evaluated, verdict
 
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import gradients
@@ -75,7 +74,7 @@ def test_a_recorded_gradient_passes_and_a_wrong_one_fails(name: str) -> None:
         mine = exact[role].value.to(dtype)
 
         def passes(given: torch.Tensor, role: str = role) -> bool:
-            return family_verdict.verdict(replace(call, outputs={role: given}), role, given).passed
+            return verdict(replace(call, outputs={role: given}), role, given).passed
 
         assert passes(mine)
         assert not passes((1.25 * mine.double()).to(dtype))
@@ -103,7 +102,7 @@ def test_a_backward_operator_gives_the_gradients_of_its_forward(name: str) -> No
         torch.testing.assert_close(found[f"output.{k}"].value, exact[f"input.{k}"].value)
     wrong = (1.25 * found["output.0"].value).bfloat16()
     given = replace(call, cls=f"npu.{name}", args=(up, *call.args), outputs={"output.0": wrong})
-    assert not family_verdict.verdict(given, "output.0", wrong).passed
+    assert not verdict(given, "output.0", wrong).passed
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
