@@ -9,7 +9,9 @@ from vllm_accprobe.align.tokens import (
     AFTER_FLIP,
     REJECTED,
     SUPERSEDED,
+    RowSet,
     SampledHistory,
+    Unions,
     align_rows,
     distinct,
     find_cells,
@@ -114,6 +116,21 @@ def test_rows_of_requests_that_nobody_told_of_have_no_tokens():
 
 
 # --- sets of rows: sorted once, and one set wherever the same rows are meant ---
+
+
+def rows(*keys):
+    return RowSet(np.array(keys, np.int64))
+
+
+def test_unions_of_sets_of_rows():
+    unions, sets = Unions(), [rows(5, 3), rows(3, 9)]
+    found = unions.of(sets)
+    assert found.seen.keys.tolist() == [3, 5, 9]
+    assert found.seen.keys[found.place].tolist() == [5, 3, 3, 9]
+    assert (found.distinct, unions.of(sets[:1]).distinct, unions.of([]).seen.keys.tolist()) == (False, True, [])
+    assert unions.of([rows(9, 5, 3)]).seen is found.seen
+    kept = [rows(i) for i in range(200)]  # more than are remembered
+    assert [unions.of([k]).seen.keys.tolist() for k in kept] == [[i] for i in range(200)]
 
 
 # --- what a row's request had said when it was sampled, from row maps written by hand ---

@@ -5,13 +5,15 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_accprobe import labels, set_label, set_task_id
-from vllm_accprobe.comparison.labelled_pairs import LabelComparison, LabelSide, LabelView, compare_labels
+from vllm_accprobe.comparison.labelled_pairs import LabelComparison, LabelSide, LabelView, compare_labels, places
+from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import REPLICATED, Payload, Record
 
@@ -211,20 +213,28 @@ def test_equal_values_have_the_cosine_one(made: Path, tmp_path: Path) -> None:
     assert (zero.cosine, zero.max_rel, zero.mean_rel, zero.rel_euclid) == (0.0, 0.0, 0.0, math.inf)
 
 
+def stored(role: str, shape: tuple[int, ...]) -> Record:
+    where = Payload(0, 0, 4 * math.prod(shape))
+    return Record(0, 2, "label:x", "", role, 1, 0, "float32", shape, None, 0, None, None, REPLICATED, where)
+
+
 @pytest.mark.parametrize(("golden", "mine", "shape"), [
     ((4, 6), (4, 6), (4, 6)), ((2, 3, 5), (2, 3, 5), (6, 5)), ((24,), (24,), (1, 24)),
     ((4, 6), (2, 12), (1, 24)),  # of another shape: one row
     ((1 << 21, 2), (1 << 21, 2), (1, 1 << 22)),  # more rows than a table holds
 ])  # fmt: skip
 def test_rows_of_the_last_dimension_or_one(golden, mine, shape) -> None:
-    def side(role: str, own: tuple[int, ...]) -> LabelSide:
-        where = Payload(0, 0, 4 * math.prod(own))
-        record = Record(0, 2, "label:x", "", role, 1, 0, "float32", own, None, 0, None, None, REPLICATED, where)
-        return LabelSide("", record.dtype, record.shape, None, record)
-
     key = (2, 0, "x", 1)
-    unit = LabelView({(*key, "pta"): side("pta", golden), (*key, "acl"): side("acl", mine)}).unit_of(key)
+    sides = {(*key, role): LabelSide("", "float32", own, None, stored(role, own))
+             for role, own in (("pta", golden), ("acl", mine))}  # fmt: skip
+    unit = LabelView(sides).unit_of(key)
     assert (unit.golden_key, unit.key, unit.depth) == (("x", "pta", 1), ("x", "acl", 1), 1)
     (g,), (m,) = unit.golden, unit.mine
     assert g.first.shape == m.first.shape == g.merge.shape == shape
     assert g.where == m.where == (None if shape[0] == 1 else (0, 0, f"label:{shape[0]}"))
+
+
+def test_a_file_counts_where_a_value_is_there_too() -> None:
+    file = Label(0, 2, "label:x", "acl", 1, "a.npy")
+    records = [stored("acl", (4, 6)), stored("output.0", (4, 6))]
+    assert places(SimpleNamespace(records=records, labels={0: file}, path=Path())) == {(2, 0, "x", 1, "acl"): file}

@@ -14,6 +14,7 @@ from support.peer_dumps import unpack
 from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import load_mapping
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import atb, open_dump
 from vllm_accprobe.formats.atb import AtbParameters
@@ -135,6 +136,14 @@ def test_torch_against_atb_by_a_mapping(packed: Path, mapping: str) -> None:
     assert found.first_divergence["golden"].endswith("weights/root.model.layers.0.self_attn.o_proj.weight.pth")
     assert [o["module"] for o in found.origins] == ["3_Qwen_layer.1_Attention.5_LinearOperation"]
     assert "names: 3_Qwen_layer.1_Attention.5_LinearOperation is model.layers.0.self_attn.o_proj" in found.plan
+
+
+def test_atb_against_torch(packed: Path) -> None:
+    """The other way round, the golden is the faulty one; the same pairs meet."""
+    sides = [open_dump(packed / "e_atb_vs_torch" / side) for side in ("golden", "mine")]
+    there, back = make_plan(*sides), make_plan(*reversed(sides))
+    assert {u.key for u in there.units} == {u.key for u in back.units}
+    assert len(there.units) == 77
 
 
 # --- other graphs ---

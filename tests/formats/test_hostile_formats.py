@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from formats.common.test_result_tables import HEAD, LINE, REPORT, book
+from formats.common.test_result_tables import HEAD, LINE, REPORT, xlsx
 from make_ge_files import ge, varint
 from support.peer_dumps import RunsCode, unpack
 
@@ -70,14 +70,11 @@ def spoilt_ge(spoil: Callable[[bytes], bytes]) -> bytes:
         return spoil(ge(Path(where) / "Add.a.1.1.1795200000000000", [ones], [ones]).read_bytes())
 
 
-def lines(*said: str) -> bytes:
-    return "".join(f"{line}\n" for line in said).encode()
-
-
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 GE = "Add.a.1.1.1795200000000000"
 EARLY, NO_GE = "too early or is damaged", "graph engine dump|cut off"
-NO_KIND, NO_BOOK = "no file of a kind", "is no xlsx that can be read|is no file of a kind"
+NO_KIND, NO_XLSX = "no file of a kind", "is no xlsx that can be read|is no file of a kind"
+ROWS = [HEAD.split(","), LINE.split(",")]
 BOMB = '<!DOCTYPE a [<!ENTITY b "&c;&c;"><!ENTITY c SYSTEM "file:///etc/passwd">]>'
 READERS: dict[str, tuple[str, Callable[[Any], bytes], list[tuple[Any, str]]]] = {
     "torch": ("x.pt", archive, [
@@ -116,7 +113,7 @@ READERS: dict[str, tuple[str, Callable[[Any], bytes], list[tuple[Any, str]]]] = 
         (b"\x0d\x01", "ends beyond"), (b"\x08" + b"\xff" * 9 + b"\x02", "larger than 64 bits"),
         (b"\x08" + b"\xff" * 11, "longer than ten"), (b"\x0b", "wire type 3"), (b"\x00\x01", "field number 0"),
     ]),
-    "ATB": ("x.bin", lambda given: lines(*given), [
+    "ATB": ("x.bin", lambda lines: "".join(f"{line}\n" for line in lines).encode(), [
         (("dtype=0", "dims=2"), "does not end"), (("dtype=0", "dims=-2", "$End=1"), "dims is '-2'"),
         (("dtype=0", "dims=2,x", "$End=1"), "dims is 'x'"), (("dtype=0", "dims=2,,2", "$End=1"), "dims is ''"),
         (("dtype=0", "$End=1"), "no dims"), (("dims=2", "$End=1"), "dtype is ''"),
@@ -125,31 +122,30 @@ READERS: dict[str, tuple[str, Callable[[Any], bytes], list[tuple[Any, str]]]] = 
         (("dtype=0", "dims=4", "$End=1"), "need 16 bytes, the file holds 0"),
         (("dtype=0", "dims=" + "9" * 40, "$End=1"), "not a number"),
     ]),
-    "a table": ("x.csv", lambda text: text.encode() if isinstance(text, str) else text, [
+    "csv": ("x.csv", lambda text: text.encode() if isinstance(text, str) else text, [
         (f"{HEAD}\n{LINE}\n{LINE[:60]}", "line 3 has .*is it whole?"), (f"{HEAD}\n{LINE},1,2,3", "line 2 has 11 cells"),
         (f'{HEAD}\nx,"{"y" * 2_000_000}', "line 2 is no csv: field larger"), (HEAD.encode("utf-16"), NO_KIND),
         (f"{HEAD}\n{LINE}余弦相似度".encode("gbk"), "not UTF-8 text"), (b"", NO_KIND),
     ]),
-    "a report": ("x.jsonl", lambda text: json.dumps(REPORT[0]).encode() + b"\n" + text, [
+    "jsonl": ("x.jsonl", lambda text: json.dumps(REPORT[0]).encode() + b"\n" + text, [
         (b'{"type": "compa', "line 2 is no json"), (b"[" * 100_000, "line 2 is no json"),
     ]),
-    "a book": ("x.xlsx", lambda given: given if isinstance(given, bytes) else book([HEAD.split(","), LINE.split(",")],
-                                                                              True, *given), [
-        (b"PK\x03\x04torn", NO_KIND), (bytes(range(256)), NO_KIND), ((BOMB,), NO_BOOK),
-        *((("", *change), NO_BOOK) for change in (
+    "xlsx": ("x.xlsx", lambda made: made if isinstance(made, bytes) else xlsx(ROWS, True, *made), [
+        (b"PK\x03\x04torn", NO_KIND), (bytes(range(256)), NO_KIND), ((BOMB,), NO_XLSX),
+        *((("", *change), NO_XLSX) for change in (
             ('r="A2"', 'r="ZZZZZZ2"'), ('r="A2" t="inlineStr"', 'r="A2" t="s"'), ("</sheetData>", ""),
             ("</row></sheetData>", "<c><v>1</v></c></row></sheetData>"), ("far", "x" * 1_100_000))),
     ]),
 }  # fmt: skip
-"""Reader → the file's name; what makes its bytes of a row; rows: what is wrong, and what the line says."""
+"""Reader → the file's name; what makes its bytes of a row; rows: what is wrong, and the message, as a pattern."""
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "says"),
-    [pytest.param(name, made(given), says, id=f"{reader}-{i}-{says}")
-     for reader, (name, made, rows) in READERS.items() for i, (given, says) in enumerate(rows)],
+    ("name", "data", "message"),
+    [pytest.param(name, made(wrong), message, id=f"{reader}-{i}-{message}")
+     for reader, (name, made, rows) in READERS.items() for i, (wrong, message) in enumerate(rows)],
 )  # fmt: skip
-def test_a_file_that_lies_is_one_line(name, data, says, tmp_path, capsys, monkeypatch):
+def test_a_file_that_lies_is_one_line(name, data, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCPROBE_MARKER", str(tmp_path / "code of the file was run"))
     path = tmp_path / name
     path.write_bytes(data)
@@ -157,7 +153,7 @@ def test_a_file_that_lies_is_one_line(name, data, says, tmp_path, capsys, monkey
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert name in err
-    assert re.search(says, err), err
+    assert re.search(message, err), err
     assert "root:" not in err
     assert [p.name for p in tmp_path.iterdir()] == [name]
 

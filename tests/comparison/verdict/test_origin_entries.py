@@ -193,18 +193,18 @@ SAMPLED = {
     # Without the request's parameters its tokens would count as drawn at random.
     "golden's sampler": (WRONG, {"asks": GREEDY}, ["sampler"], {"sampler of golden"}, "in golden: greedy, and token "),
 }  # fmt: skip
-"""What the two sides do; the origins; why tokens flip; what is said of it, by words."""
+"""What the two sides do; the origins; why tokens flip; words of a note, or of the origin's class and shape."""
 
 
-@pytest.mark.parametrize(("golden", "mine", "named", "why", "said"), SAMPLED.values(), ids=SAMPLED)
-def test_whose_fault_a_flipped_token_is(golden, mine, named, why, said):
+@pytest.mark.parametrize(("golden", "mine", "named", "why", "words"), SAMPLED.values(), ids=SAMPLED)
+def test_whose_fault_a_flipped_token_is(golden, mine, named, why, words):
     result = compare(capture(**golden), capture(**mine))
     assert modules(result) == named
     assert result.verdict == ("fail" if named else "pass")
     if why is not None:
         assert {f["why"] for f in result.tokens["flipped"]} == why
-    told = [*result.notes, *(f"{o['class']}: {o['shape']}" for o in result.origins)]
-    assert all(any(word in line for line in told) for word in said.split("; as if ") if said), told
+    texts = [*result.notes, *(f"{o['class']}: {o['shape']}" for o in result.origins)]
+    assert all(any(part in text for text in texts) for part in words.split("; as if ") if words), texts
 
 
 def test_tokens_sampled_at_random_are_not_judged():

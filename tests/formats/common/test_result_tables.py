@@ -102,7 +102,7 @@ def write_csv(path: Path, rows: Rows) -> None:
     path.write_text("\ufeff" + text.getvalue(), encoding="utf-8", newline="")
 
 
-def book(rows: Rows, inline: bool = False, before: str = "", old: str = "", new: str = "") -> bytes:
+def xlsx(rows: Rows, inline: bool = False, before: str = "", old: str = "", new: str = "") -> bytes:
     """An xlsx, its texts in a shared list or in the cells; empty cells are left out, as all writers do. before: the
     sheet; old, new: what is changed in it."""
     texts: list[str] = []
@@ -138,7 +138,7 @@ def test_each_is_read_and_answered(name: str, tmp_path: Path, capsys: pytest.Cap
     rows, code, first, more = TABLES[name]
     write_csv(tmp_path / "a.csv", rows)
     for inline in (False, True):
-        (tmp_path / f"{inline}.xlsx").write_bytes(book(rows, inline))
+        (tmp_path / f"{inline}.xlsx").write_bytes(xlsx(rows, inline))
     for file in (tmp_path / "a.csv", tmp_path / "False.xlsx", tmp_path / "True.xlsx"):
         seen, judged = typed(capsys, "inspect", file), typed(capsys, "compare", file)
         assert (seen[0], judged[0], seen[2], judged[2]) == (0, code, "", ""), (seen, judged)
@@ -323,7 +323,7 @@ LINE = f"{MLP}.output.0,x,a,b,c,d,error,far"
 
 def test_a_sheet_beyond_the_bound_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(result_tables, "_SHEET", 1500)
-    (tmp_path / "x.xlsx").write_bytes(book([HEAD.split(","), LINE.split(",")] * 3, True))
+    (tmp_path / "x.xlsx").write_bytes(xlsx([HEAD.split(","), LINE.split(",")] * 3, True))
     code, out, err = typed(capsys, "inspect", tmp_path / "x.xlsx")
     assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
 
