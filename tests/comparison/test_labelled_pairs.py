@@ -14,7 +14,7 @@ import torch
 from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.comparison.labelled_pairs import LabelComparison, LabelSide, LabelView, compare_labels, places
 from vllm_accprobe.dump.label_files import Label
-from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.reader import DumpError, open_dump
 from vllm_accprobe.dump.schema import REPLICATED, Payload, Record
 
 BASE = torch.linspace(-2, 3, 24).reshape(4, 6)
@@ -238,3 +238,14 @@ def test_a_file_counts_where_a_value_is_there_too() -> None:
     file = Label(0, 2, "label:x", "acl", 1, "a.npy")
     records = [stored("acl", (4, 6)), stored("output.0", (4, 6))]
     assert places(SimpleNamespace(records=records, labels={0: file}, path=Path())) == {(2, 0, "x", 1, "acl"): file}
+
+
+def test_why_a_side_cannot_be_read_is_kept() -> None:
+    def torn(record: Record, out: object) -> None:
+        raise OSError("torn\nfile")
+
+    key, dump = (2, 0, "x", 1), SimpleNamespace(read=torn)
+    view = LabelView({(*key, r): LabelSide("", "float32", (4, 6), dump, stored(r, (4, 6))) for r in ("pta", "acl")})
+    with pytest.raises(DumpError, match="torn file"):
+        view.read(view.unit_of(key).golden[0].first)
+    assert view.failed == {key: "torn file"}

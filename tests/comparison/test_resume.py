@@ -59,6 +59,15 @@ def test_a_torn_end_is_cut_off(tmp_path, monkeypatch):
     assert [k[0] for k in Finished(tmp_path, "one").done] == ["a", "c"]
 
 
+def test_what_waited_is_written_by_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "PIECE", 1)
+    first = Finished(tmp_path, "one")
+    first.add([unit("a"), unit("b"), unit("c")])
+    first.close()
+    assert len(list(store.frames((tmp_path / NAME).read_bytes()))) == 1 + 3  # the identity, and a frame each
+    assert [k[0] for k in Finished(tmp_path, "one").done] == ["a", "b", "c"]
+
+
 def test_where_nothing_can_be_written_the_comparison_goes_on(tmp_path, dumps):
     (tmp_path / NAME).mkdir()
     assert "begin anew" in Finished(tmp_path, "one").problem

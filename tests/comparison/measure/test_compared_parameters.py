@@ -6,7 +6,7 @@ import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
-from vllm_accprobe.comparison.measure.measurer import compare_params
+from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import SAMPLE, rounded_hashes, widen
@@ -53,6 +53,11 @@ def test_round_to_nearest_ties_to_even():
     values = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, -2.5, 0, np.inf, np.nan], np.float32)
     got = widen(round_to_bfloat16(values), "bfloat16")
     np.testing.assert_array_equal(got, [1, 1 + 2.0**-6, 1 + 2.0**-7, -2.5, 0, np.inf, np.nan])
+
+
+def test_rounding_to_eight_bits_finds_the_nearest():
+    got = widen(_rounded(np.array([0.3, 1.06, 500.0], np.float32), "float32", "float8_e4m3fn"), "float8_e4m3fn")
+    assert got.tolist() == [0.3125, 1.0, 448.0]
 
 
 def test_equal_after_rounding_to_the_coarser_dtype():

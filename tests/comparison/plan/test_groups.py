@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -52,6 +53,15 @@ def test_groups_are_those_of_a_loop(records, as_list):
         assert [g.records for g in groups] == [tuple(by[rank] for rank in sorted(by)) for by in moments.values()]
         assert groups[0] is groups[0]  # a group stands for itself in caches
         assert [g.where for g in groups] == [(*g.moment, g.first.rows) if g.first.rows else None for g in groups]
+
+
+def test_sites_are_of_these_groups_in_whatever_order_they_come(records):
+    """[0, 5, 2] begins and ends as three that lie side by side do."""
+    placed = PlacedRecords(records, np.zeros(len(records), np.int64))
+    every = range(len(placed.start) - 1)
+    for which in itertools.permutations(every, 3):
+        one_by_one = sum((placed.sites(np.array([g])) for g in which), Counter())
+        assert placed.sites(np.array(which)) == one_by_one
 
 
 def test_forms_have_one_plan_and_missing_ranks_another(records):

@@ -98,6 +98,11 @@ def test_dumps_of_code_without_modules(tmp_path: Path) -> None:
     assert {p.tap for p in wrong.pairs if p.status == "fail"} == {"::aten.mul.Tensor"}
 
 
+def test_a_traced_dump_has_nothing_to_compare_but_modules(dump: Callable[..., Path]) -> None:
+    result = compare(dump("golden", ops_mode="trace"), dump("mine"))
+    assert result.verdict == "pass"
+
+
 def side(**spaces):
     rows = {}
     for name, (keys, keep) in spaces.items():
