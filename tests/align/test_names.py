@@ -159,15 +159,6 @@ def test_renames_only_where_mine_has_the_name():
     assert {r.tap for r in view.records} == {"transformer.a", "transformer.b"}
 
 
-def test_per_layer_offsets():
-    golden, mine = Dump(), Dump()
-    for i in range(3):
-        golden.put(f"h.{i}", "output.0", f32([i]))
-    mine.put("layers.0", "output.0", f32([1]))
-    view, _, _ = apply(rules({"layers.*": "h.{1+1}"}), golden, mine)
-    assert view.read(by_name(view)[("layers.0", "output.0")]).tolist() == [[1]]
-
-
 VLLM = {"versions": {"vllm": "0.32"}}
 
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import (
     AFTER_FLIP,
-    NO_ROWS,
     REJECTED,
     SUPERSEDED,
     RowSet,
@@ -88,13 +87,6 @@ def test_without_a_sampler_the_last_row_counts():
     assert plan.mine.rows[(0, 1, "tokens")].keep.tolist() == [True, False]
 
 
-def test_recomputed_rows_count_once_and_the_last_one():
-    dump = maps({"tokens": PROMPT}, {"tokens": PROMPT})
-    plan = align(maps({"tokens": PROMPT}), dump)
-    assert [plan.mine.rows[(0, s, "tokens")].keep.any() for s in (0, 1)] == [False, True]
-    assert plan.skipped[SUPERSEDED] == 3
-
-
 def test_a_flip_is_the_first_token_that_differs():
     golden = maps({"tokens": PROMPT}, {"tokens": [(3, 20)]}, {"tokens": [(4, 21)]}, {"tokens": [(5, 22)]})
     mine = maps({"tokens": PROMPT}, {"tokens": [(3, 20)]}, {"tokens": [(4, 50)]}, {"tokens": [(5, 22)]})
@@ -130,48 +122,15 @@ def rows(*keys):
     return RowSet(np.array(keys, np.int64))
 
 
-def test_keys_in_any_order_and_repeated():
-    unions = Unions()
-    a, b = rows(5, 3), rows(3, 9)
-    found = unions.of([a, b])
+def test_unions_of_sets_of_rows():
+    unions, sets = Unions(), [rows(5, 3), rows(3, 9)]
+    found = unions.of(sets)
     assert found.seen.keys.tolist() == [3, 5, 9]
     assert found.seen.keys[found.place].tolist() == [5, 3, 3, 9]
-    assert not found.distinct
-    assert unions.of([a, b]) is found
-    assert unions.of([a]).distinct
-
-
-def test_equal_sets_are_one():
-    unions = Unions()
-    one = unions.of([rows(1, 2), rows(3)])
-    other = unions.of([rows(3, 2, 1)])
-    assert other.seen is one.seen
-    assert other.place.tolist() == [2, 1, 0]
-
-
-def test_nothing_and_many():
-    unions = Unions()
-    assert unions.of([]).seen.keys.tolist() == []
+    assert (found.distinct, unions.of(sets[:1]).distinct, unions.of([]).seen.keys.tolist()) == (False, True, [])
+    assert unions.of([rows(9, 5, 3)]).seen is found.seen
     kept = [rows(i) for i in range(200)]  # more than are remembered
     assert [unions.of([k]).seen.keys.tolist() for k in kept] == [[i] for i in range(200)]
-    assert unions.of([kept[0]]).place.tolist() == [0]
-
-
-def test_phases():
-    def phase(*decode):
-        return RowSet(np.arange(len(decode)), np.array(decode, bool)).phase
-
-    assert (phase(True, True), phase(False), phase(True, False)) == ("decode", "prefill", "mixed")
-    assert NO_ROWS.phase is None
-    assert RowSet(np.arange(3)).phase is None
-
-
-def test_a_part_of_a_set_is_another_set():
-    whole = rows(4, 2, 7)
-    assert whole.only(np.array([True, False, True])).keys.tolist() == [4, 7]
-    assert len(whole) == 3
-    assert {whole: 1}[whole] == 1
-    assert rows(4, 2, 7) != whole
 
 
 # --- what a row's request had said when it was sampled, from row maps written by hand ---

@@ -152,31 +152,34 @@ def test_classes() -> None:
     ]
 
 
-def test_factors_of_rotary_scalings() -> None:
-    right = {"base": 500000.0, "rotary_dim": 32, "head_size": 32, "is_neox_style": True, "scaling_factor": 8.0,
-             "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 8192}  # fmt: skip
-    tap = "model.layers.0.self_attn.rotary_emb"
-    assert not built(LLAMA, (tap, "Llama3RotaryEmbedding", right)).mismatches
-    for name, value in (
-        ("scaling_factor", 1.0),
-        ("low_freq_factor", 2.0),
-        ("high_freq_factor", 1.0),
-        ("orig_max_position", 131072),
-    ):
-        (one,) = built(LLAMA, (tap, "Llama3RotaryEmbedding", right | {name: value})).mismatches
+LLAMA3 = {"base": 500000.0, "rotary_dim": 32, "head_size": 32, "is_neox_style": True, "scaling_factor": 8.0,
+          "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 8192}  # fmt: skip
+YARN = {"base": 10000, "rotary_dim": 16, "is_neox_style": False, "scaling_factor": 40, "max_position_embeddings": 4096,
+        "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+SECTIONS = {"base": 1e6, "rotary_dim": 32, "mrope_section": [4, 6, 6], "is_neox_style": True, "head_size": 32}
+PROPORTIONAL = {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
+TOP_2 = {"top_k": 2, "global_num_experts": 8, "renormalize": True, "activation": "silu"}
+GROUPS = {"top_k": 4, "global_num_experts": 8, "scoring_func": "sigmoid", "num_expert_group": 4, "topk_group": 2,
+          "routed_scaling_factor": 2.5}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "cls", "right", "wrong"), [
+    (LLAMA, "Llama3RotaryEmbedding", LLAMA3,
+     {"scaling_factor": 1.0, "low_freq_factor": 2.0, "high_freq_factor": 1.0, "orig_max_position": 131072}),
+    (DEEPSEEK, "DeepseekScalingRotaryEmbedding", YARN, {"scaling_factor": 4}),
+    (QWEN_VL, "MRotaryEmbedding", SECTIONS, {"mrope_section": [6, 4, 6]}),
+    (PROPORTIONAL, "Gemma4RotaryEmbedding", {"rotary_dim": 32, "head_size": 32}, {"rotary_dim": 8}),
+    (MOE, "RoutedExperts", TOP_2, {"top_k": 4, "renormalize": False, "activation": "gelu", "global_num_experts": 16}),
+    (DEEPSEEK, "RoutedExperts", GROUPS,
+     {"scoring_func": "softmax", "num_expert_group": 8, "topk_group": 4, "routed_scaling_factor": 16.0}),
+])  # fmt: skip
+def test_factors_of_rotary_scalings_and_of_routing(config, cls, right, wrong):
+    tap = "model.layers.0.self_attn.rotary_emb" if "Rotary" in cls else "model.layers.0.mlp.experts.routed_experts"
+    assert not built(config, (tap, cls, right)).mismatches
+    for name, value in wrong.items():
+        (one,) = built(config, (tap, cls, right | {name: value})).mismatches
         assert one.name == name
-    yarn = {"base": 10000, "rotary_dim": 16, "is_neox_style": False, "scaling_factor": 40,
-            "max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
-    assert not built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn)).mismatches
-    (one,) = built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn | {"scaling_factor": 4})).mismatches
-    assert one.due == 40
-    sections = {"base": 1e6, "rotary_dim": 32, "mrope_section": [6, 4, 6], "is_neox_style": True, "head_size": 32}
-    proportional = {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
-    assert not built(proportional, (tap, "Gemma4RotaryEmbedding", {"rotary_dim": 32, "head_size": 32})).mismatches
-    (one,) = built(proportional, (tap, "Gemma4RotaryEmbedding", {"rotary_dim": 8, "head_size": 32})).mismatches
-    assert (one.name, one.due) == ("rotary_dim", 32)
-    (one,) = built(QWEN_VL, (tap, "MRotaryEmbedding", sections)).mismatches
-    assert (one.key, one.due) == ("rope_scaling.mrope_section", [4, 6, 6])
+        assert one.due == (1.0 if name == "routed_scaling_factor" else right[name])  # of two that will do, the smaller
 
 
 QKV = "model.layers.0.self_attn.qkv_proj"
@@ -203,19 +206,6 @@ def test_what_a_family_makes_of_its_config(config, module, name, right):
     wrong = of(right + 1)
     assert of(right) == []
     assert wrong == [64 if config["model_type"] == "cohere2" else right]  # of two that will do, the smaller one
-
-
-def test_routing() -> None:
-    tap = "model.layers.0.mlp.experts.routed_experts"
-    right = {"top_k": 2, "global_num_experts": 8, "renormalize": True, "activation": "silu"}
-    assert not built(MOE, (tap, "RoutedExperts", right)).mismatches
-    for name, value in (("top_k", 4), ("renormalize", False), ("activation", "gelu"), ("global_num_experts", 16)):
-        assert [m.name for m in built(MOE, (tap, "RoutedExperts", right | {name: value})).mismatches] == [name]
-    groups = {"top_k": 4, "global_num_experts": 8, "scoring_func": "sigmoid", "num_expert_group": 4, "topk_group": 2,
-              "routed_scaling_factor": 2.5}  # fmt: skip
-    assert not built(DEEPSEEK, (tap, "RoutedExperts", groups)).mismatches
-    wrong = {"scoring_func": "softmax", "num_expert_group": 8, "topk_group": 4, "routed_scaling_factor": 16.0}
-    assert {m.name for m in built(DEEPSEEK, (tap, "RoutedExperts", groups | wrong)).mismatches} == set(wrong)
 
 
 def test_ties_layers_biases_and_norms() -> None:

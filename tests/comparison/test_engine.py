@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic_model import PROMPTS, MemoryDump, capture, scaled, write
+from synthetic_model import MemoryDump, capture, scaled, write
 
 from vllm_accprobe.comparison import row_table as spreads
 from vllm_accprobe.comparison.distributed import LOST, Died, in_order
@@ -15,11 +15,6 @@ from vllm_accprobe.comparison.measure.measurer import ROW_COUNT
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.comparison.result import CompareError, NothingCompared
 from vllm_accprobe.dump.schema import Image, RowSpace, Segment
-
-
-@pytest.fixture(scope="module")
-def golden():
-    return capture(together=False)
 
 
 @pytest.fixture(scope="module")
@@ -142,19 +137,6 @@ def test_images_pair_by_content_however_they_were_batched():
     assert (bad.origins[0]["request"], bad.origins[0]["role"]) == ("dog", "input.x")
 
 
-def test_same_prompt_twice_pairs_by_ordinal():
-    def twice():
-        from synthetic_model import Tiny
-
-        tiny = Tiny()
-        for i, name in enumerate(("u", "v")):
-            tiny.request(name, PROMPTS["b"], ordinal=i)
-        return tiny.finish()
-
-    result = compare(twice(), twice())
-    assert (result.verdict, result.coverage["rows_compared"]) == ("pass", 18)
-
-
 def test_the_worst_pairs_come_with_how_their_errors_are_spread(on_disk):
     result = compare(*on_disk)
     assert result.spreads
@@ -246,19 +228,6 @@ def test_answers_come_in_the_order_of_tasks_and_none_begins_far_ahead(seed: int)
     assert found == [f"task {i}" for i in range(30)]
     assert Counter(crew.begun) == Counter(range(30)) + Counter({0: LOST, 7: 1})
     assert crew.furthest < crew.ahead
-
-
-def test_a_task_that_kills_whoever_takes_it_ends_the_matter() -> None:
-    crew = Played({3: LOST + 1})
-    with pytest.raises(
-        CompareError, match=r"^workers of the test died 3 times over one task; the last one was unplugged$"
-    ):
-        list(in_order(crew, [""] * 9))
-    assert crew.begun.count(3) == LOST + 1
-
-
-def test_nothing_to_do() -> None:
-    assert list(in_order(Played({}), [])) == []
 
 
 def test_an_empty_dump(golden, tmp_path):

@@ -5,17 +5,17 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_accprobe import labels, set_label, set_task_id
-from vllm_accprobe.cli import main
-from vllm_accprobe.comparison.labelled_pairs import LabelComparison, compare_labels
-from vllm_accprobe.comparison.measure import read
-from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.kernels import rows
+from vllm_accprobe.comparison.labelled_pairs import LabelComparison, LabelSide, LabelView, compare_labels, places
+from vllm_accprobe.dump.label_files import Label
+from vllm_accprobe.dump.reader import DumpError, open_dump
+from vllm_accprobe.dump.schema import REPLICATED, Payload, Record
 
 BASE = torch.linspace(-2, 3, 24).reshape(4, 6)
 
@@ -98,38 +98,6 @@ def test_a_bad_row_among_many_is_seen(made: Path) -> None:
     assert found.status == "fail"
     assert found.rel_euclid is not None
     assert found.rel_euclid < 0.001  # the whole hides it
-
-
-def test_pieces_make_the_same_sums(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(4)
-    golden = torch.from_numpy(rng.normal(size=(7, 33)))
-    mine = golden + 1e-3 * torch.from_numpy(rng.normal(size=(7, 33)))
-    pair(golden, mine)
-    pair(golden.flatten(), mine.flatten(), "flat")
-    whole = compare(made).pairs
-    for piece in (10, 40, 100):
-        monkeypatch.setattr(read, "STRETCH", 8 * piece)
-        monkeypatch.setattr(rows, "SEGMENT", piece)
-        monkeypatch.setattr(rows, "LONGEST", piece)
-        for a, b in zip(whole, compare_labels(open_dump(made)).pairs, strict=True):
-            for name in ("cosine", "max_rel", "mean_rel", "rel_euclid"):
-                assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-12)
-            assert (a.status, a.limit) == (b.status, b.limit)
-
-
-def test_labels_without_partner_are_counted(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pair(BASE, BASE)
-    set_label("pta", "alone", BASE)
-    set_label("acl", "lonely", BASE)
-    found = compare(made)
-    assert [(p.data_id, p.reason) for p in found.unpaired] == [
-        ("alone", "no acl label with this id"),
-        ("lonely", "no pta label with this id"),
-    ]
-    assert main(["labels", str(made), "--out", "out"]) == 0
-    said = capsys.readouterr().out
-    assert "not compared: 1 x no acl label with this id, e.g. alone (step 0, rank 0)" in said
-    assert json.loads(Path("out/labels.json").read_text())["counts"]["unpaired"] == 2
 
 
 @pytest.mark.parametrize("kind", ["npy", "pt", "safetensors"])
@@ -245,8 +213,39 @@ def test_equal_values_have_the_cosine_one(made: Path, tmp_path: Path) -> None:
     assert (zero.cosine, zero.max_rel, zero.mean_rel, zero.rel_euclid) == (0.0, 0.0, 0.0, math.inf)
 
 
-def test_nothing_to_compare_is_exit_code_3(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    set_label("pta", "alone", BASE)
-    labels.close()
-    assert main(["labels", str(made), "--out", "out"]) == 3
-    assert "could be compared" in capsys.readouterr().err
+def stored(role: str, shape: tuple[int, ...]) -> Record:
+    where = Payload(0, 0, 4 * math.prod(shape))
+    return Record(0, 2, "label:x", "", role, 1, 0, "float32", shape, None, 0, None, None, REPLICATED, where)
+
+
+@pytest.mark.parametrize(("golden", "mine", "shape"), [
+    ((4, 6), (4, 6), (4, 6)), ((2, 3, 5), (2, 3, 5), (6, 5)), ((24,), (24,), (1, 24)),
+    ((4, 6), (2, 12), (1, 24)),  # of another shape: one row
+    ((1 << 21, 2), (1 << 21, 2), (1, 1 << 22)),  # more rows than a table holds
+])  # fmt: skip
+def test_rows_of_the_last_dimension_or_one(golden, mine, shape) -> None:
+    key = (2, 0, "x", 1)
+    sides = {(*key, role): LabelSide("", "float32", own, None, stored(role, own))
+             for role, own in (("pta", golden), ("acl", mine))}  # fmt: skip
+    unit = LabelView(sides).unit_of(key)
+    assert (unit.golden_key, unit.key, unit.depth) == (("x", "pta", 1), ("x", "acl", 1), 1)
+    (g,), (m,) = unit.golden, unit.mine
+    assert g.first.shape == m.first.shape == g.merge.shape == shape
+    assert g.where == m.where == (None if shape[0] == 1 else (0, 0, f"label:{shape[0]}"))
+
+
+def test_a_file_counts_where_a_value_is_there_too() -> None:
+    file = Label(0, 2, "label:x", "acl", 1, "a.npy")
+    records = [stored("acl", (4, 6)), stored("output.0", (4, 6))]
+    assert places(SimpleNamespace(records=records, labels={0: file}, path=Path())) == {(2, 0, "x", 1, "acl"): file}
+
+
+def test_why_a_side_cannot_be_read_is_kept() -> None:
+    def torn(record: Record, out: object) -> None:
+        raise OSError("torn\nfile")
+
+    key, dump = (2, 0, "x", 1), SimpleNamespace(read=torn)
+    view = LabelView({(*key, r): LabelSide("", "float32", (4, 6), dump, stored(r, (4, 6))) for r in ("pta", "acl")})
+    with pytest.raises(DumpError, match="torn file"):
+        view.read(view.unit_of(key).golden[0].first)
+    assert view.failed == {key: "torn file"}

@@ -76,13 +76,6 @@ def killing(most: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_the_result_is_that_of_one_process_to_the_last_digit(dumps: tuple[Path, Path], tmp_path: Path) -> None:
-    spread = compare(*dumps, jobs=3)
-    same(compare(*dumps), spread, tmp_path)
-    assert spread.origins[0]["module"] == "model.layers.1.mlp.down_proj"
-    assert children() == []
-
-
 @pytest.mark.usefixtures("small_tasks")
 def test_a_killed_process_is_made_good(dumps: tuple[Path, Path], tmp_path: Path) -> None:
     with killing(2) as killed:

@@ -15,7 +15,7 @@ from vllm_accprobe import spill_buffer
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.coverage import UNKNOWN, finished
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.pair import COLUMNS, Counts, Pair, Pairs, counted
+from vllm_accprobe.comparison.pair import Counts, Pair, Pairs
 from vllm_accprobe.comparison.plan.unit import family
 from vllm_accprobe.judge.near_ties import ROWS_AFTER, Routing
 from vllm_accprobe.report.html import page
@@ -98,15 +98,6 @@ def test_each_kind():
     found = Pairs(pairs).counts
     assert found == Counts(2, 1, 2, 2, 1, {"why": 2})
     assert (found.compared, found.total) == (3, 5)
-
-
-def test_columns_are_the_fields_but_for_what_serves_other_standards():
-    assert COLUMNS[:3] == ("golden", "mine", "step")
-    assert not {"elements", "kl"} & set(COLUMNS)
-
-
-def test_words():
-    assert [counted(n, "row") for n in (0, 1, 2, 1234)] == ["0 rows", "1 row", "2 rows", "1,234 rows"]
 
 
 def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, monkeypatch):

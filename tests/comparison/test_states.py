@@ -22,10 +22,6 @@ def dump(found: tuple[StateFinding, ...] = (), kept: bool = True) -> Dump:
     return made
 
 
-def test_a_run_without_a_ledger_says_nothing() -> None:
-    assert states_of((dump(kept=False), dump(kept=False))) == {"golden": {}, "mine": {}}
-
-
 def test_findings_are_plain_values_with_their_sentence() -> None:
     states = states_of((dump(), dump((FOUND,))))
     assert states["golden"]["count"] == 0

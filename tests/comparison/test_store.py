@@ -19,15 +19,6 @@ def test_units_come_back_as_they_were():
     assert end == len(store.pack(units))
 
 
-def test_a_frame_with_an_array_of_another_kind_is_refused():
-    ((text, data, _),) = store.frames(store.pack([unit()]))
-    (_, _, arrays, _) = text["units"][0]
-    assert arrays[0] == [["i", 0, [3]]] * 2
-    arrays[0][0][0] = "f"
-    with pytest.raises(ValueError, match="keys of float64"):
-        store.unpack(text, data)
-
-
 def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
     one, two = store.pack([unit("a")]), store.pack([unit("b")])
     whole = one + two
@@ -41,26 +32,29 @@ def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
 
 COLUMNS, PLAIN, ARRAYS = 3, 1, 2
 """Places in a unit."""
+NO_FRAME = "not a frame of measured units"
 
 
 @pytest.mark.parametrize(
-    ("place", "made_up"),
+    ("place", "made_up", "why"),
     [
-        *((COLUMNS, where) for where in (["O", 0, [1]], ["f", 0, [99]], ["f", -1, [1]], ["f", 0, "x"], [1], "x")),
-        *((PLAIN, columns) for columns in ("x", [["g"]], [[]] * len(store.PLAIN), [["g"] * 3] * len(store.PLAIN),
-                                     [["g"] * 2, ["m"] * 3, *[["x"]] * (len(store.PLAIN) - 2)])),
-        *((ARRAYS, columns) for columns in ([], [[None]] * 5, [[["i", 0, [3]]] * 2] * 4)),
+        *((COLUMNS, where, NO_FRAME) for where in (["O", 0, [1]], ["f", 0, [99]], ["f", -1, [1]], ["f", 0, "x"], "x")),
+        *((PLAIN, columns, NO_FRAME) for columns in (
+            "x", [["g"]], [[]] * len(store.PLAIN), [["g"] * 3] * len(store.PLAIN),
+            [["g"] * 2, ["m"] * 3, *[["x"]] * (len(store.PLAIN) - 2)])),
+        *((ARRAYS, columns, NO_FRAME) for columns in ([], [[None]] * 5, [[["i", 0, [3]]] * 2] * 4)),
+        (ARRAYS, "of another kind", "keys of float64"),
+        *(("ends", ends, None) for ends in ({"f": 99, "i": 0, "b": 0}, {"f": 1}, {"f": "x", "i": 0, "b": 0}, [1])),
     ],
 )  # fmt: skip
-def test_made_up_frames_are_refused(place, made_up):
+def test_made_up_frames_are_refused(place, made_up, why):
     ((text, data, _),) = store.frames(store.pack([unit()]))
-    text["units"][0][place] = made_up
-    with pytest.raises(ValueError, match="not a frame of measured units"):
+    unit_of = text["units"][0]
+    if place == "ends":
+        text["ends"] = made_up
+    elif made_up == "of another kind":
+        unit_of[ARRAYS][0][0][0] = "f"
+    else:
+        unit_of[place] = made_up
+    with pytest.raises(ValueError, match=why):
         store.unpack(text, data)
-
-
-@pytest.mark.parametrize("ends", [{"f": 99, "i": 0, "b": 0}, {"f": 1}, {"f": "x", "i": 0, "b": 0}, [1], None])
-def test_frames_whose_arrays_do_not_fit_their_bytes_are_refused(ends):
-    ((text, data, _),) = store.frames(store.pack([unit()]))
-    with pytest.raises(ValueError):
-        store.unpack(text | {"ends": ends}, data)

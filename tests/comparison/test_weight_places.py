@@ -56,40 +56,29 @@ def explained(golden: Dump, mine: Dump) -> dict[str, Any]:
     return located(weights_between(golden.lives, mine.lives), (golden, mine), [], [], loaders)
 
 
-def said(golden: Dump, mine: Dump) -> list[str]:
-    found = explained(golden, mine)
-    return [p["cause"]["text"] for p in found.get("places", []) if p["module"] == COLUMN]
-
-
-def test_equal_weights_are_silent() -> None:
-    assert said(Fake([WHOLE]), Fake([WHOLE])) == []
-
-
-def test_gate_and_up_exchanged() -> None:
-    assert said(Fake([WHOLE]), Fake([np.roll(WHOLE, 64, 0)])) == ["gate and up are exchanged"]
-
-
-def test_rows_of_one_rank_of_two() -> None:
-    golden = [piece(WHOLE, 2, r) for r in range(2)]
-    wrong = [golden[0], np.concatenate([golden[1][32:], golden[1][:32]])]
-    assert said(Fake(golden), Fake(wrong)) == ["rank 1's gate and rank 1's up are exchanged"]
-    assert said(Fake(golden), Fake([golden[0], golden[0]])) == [
-        "all rows of rank 1 are golden's rows 32 before"
-    ]
-
-
-def test_the_weight_of_another_layer() -> None:
-    assert said(Fake([WHOLE]), Fake([OTHER])) == ["values are those of golden's model.layers.1.mlp.gate_up_proj.weight"]
+def changed(rows: slice, to: np.ndarray) -> np.ndarray:
     some = WHOLE.copy()
-    some[5:9] = OTHER[70:74]
-    assert said(Fake([WHOLE]), Fake([some])) == ["rows 5-8 stand in golden's model.layers.1.mlp.gate_up_proj.weight, "
-                                                 "from row 70 on"]  # fmt: skip
+    some[rows] = to
+    return some
 
 
-def test_rows_that_stand_nowhere() -> None:
-    some = WHOLE.copy()
-    some[10:18] = np.random.default_rng(5).integers(1, 1 << 15, (8, 8))
-    assert said(Fake([WHOLE]), Fake([some])) == ["rows 10-17 differ, and no other place in golden has them"]
+HALVES = [piece(WHOLE, 2, r) for r in range(2)]
+OF_ANOTHER_LAYER = "golden's model.layers.1.mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize(("golden", "mine", "text"), [
+    ([WHOLE], [WHOLE], []),
+    ([WHOLE], [np.roll(WHOLE, 64, 0)], ["gate and up are exchanged"]),
+    (HALVES, [HALVES[0], np.roll(HALVES[1], 32, 0)], ["rank 1's gate and rank 1's up are exchanged"]),
+    (HALVES, [HALVES[0], HALVES[0]], ["all rows of rank 1 are golden's rows 32 before"]),
+    ([WHOLE], [OTHER], [f"values are those of {OF_ANOTHER_LAYER}"]),
+    ([WHOLE], [changed(slice(5, 9), OTHER[70:74])], [f"rows 5-8 stand in {OF_ANOTHER_LAYER}, from row 70 on"]),
+    ([WHOLE], [changed(slice(10, 18), np.random.default_rng(5).integers(1, 1 << 15, (8, 8)))],
+     ["rows 10-17 differ, and no other place in golden has them"]),
+])  # fmt: skip
+def test_where_wrong_rows_stand(golden: list[np.ndarray], mine: list[np.ndarray], text: list[str]) -> None:
+    found = explained(Fake(golden), Fake(mine))
+    assert [p["cause"]["text"] for p in found.get("places", []) if p["module"] == COLUMN] == text
 
 
 def test_findings_and_origins_have_the_cause() -> None:

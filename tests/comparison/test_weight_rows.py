@@ -163,9 +163,3 @@ def test_keys_are_those_of_a_print() -> None:
         value = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).mul(20).to(dtype)
         ints = {1: torch.int8, 2: torch.int16, 4: torch.int32}[value.element_size()]
         assert (row_keys(value.view(ints).numpy()) == sums_of(value).short).all()
-
-
-def test_numbers() -> None:
-    assert numbers([3]) == "3"
-    assert numbers([4, 5, 6, 9]) == "4-6, 9"
-    assert numbers([0, 2, 4, 6, 7]) == "0, 2, 4 and 2 more"

@@ -1,39 +1,9 @@
-"""Bits and numbers of every dtype, against hand-computed values and, where it is installed, torch."""
+"""Bits and numbers of every dtype: each code of at most 16 bits against torch."""
 
 import numpy as np
 import pytest
 
 from vllm_accprobe.dump.dtypes import DTYPES, byte_values, widen
-
-
-@pytest.mark.parametrize(
-    ("dtype", "code", "value"),
-    [
-        ("bfloat16", 0x3F80, 1.0),
-        ("bfloat16", 0xC040, -3.0),
-        ("bfloat16", 0x0001, 2.0**-133),
-        ("bfloat16", 0x7F80, np.inf),
-        ("float8_e4m3fn", 0x7E, 448.0),
-        ("float8_e4m3fn", 0x01, 2.0**-9),
-        ("float8_e4m3fn", 0x80, -0.0),
-        ("float8_e4m3fn", 0x7F, np.nan),
-        ("float8_e5m2", 0x7B, 57344.0),
-        ("float8_e5m2", 0xFC, -np.inf),
-        ("float8_e5m2", 0x01, 2.0**-16),
-        ("float8_e4m3fnuz", 0x7F, 240.0),
-        ("float8_e4m3fnuz", 0x80, np.nan),
-        ("float8_e5m2fnuz", 0x7F, 57344.0),
-        ("float8_e5m2fnuz", 0x80, np.nan),
-        ("float8_e8m0fnu", 0x00, 2.0**-127),
-        ("float8_e8m0fnu", 0x7F, 1.0),
-        ("float8_e8m0fnu", 0xFF, np.nan),
-    ],
-)
-def test_known_codes(dtype, code, value):
-    wide = widen(np.array([code], DTYPES[dtype].storage), dtype)
-    assert wide.dtype == np.float32
-    np.testing.assert_array_equal(wide, np.array([value], np.float32))
-    assert np.signbit(wide[0]) == np.signbit(np.float32(value)) or np.isnan(value)
 
 
 def test_widen_keeps_what_is_wide_and_is_exact_for_integers():
@@ -76,7 +46,9 @@ def test_against_torch(name):
         if info.itemsize > 1:  # torch 2.13 gives half of it for float8_e5m2fnuz
             assert torch.finfo(dtype).eps == info.eps
         wide = theirs.to(torch.float64).numpy()
+        assert ours.dtype == (np.float64 if name == "float64" else np.float32)
         np.testing.assert_array_equal(ours[finite].astype(np.float64), wide[finite])
+        np.testing.assert_array_equal(np.signbit(ours[finite]), np.signbit(wide[finite]))
         np.testing.assert_array_equal(np.isnan(ours), np.isnan(wide))
         np.testing.assert_array_equal(np.isposinf(ours), np.isposinf(wide))
     elif info.kind == "complex":

@@ -165,41 +165,31 @@ def nested(times: int) -> Any:
 OP_LINE = {"event": "op", "step": 0, "tap": "m::aten.mm.default", "op": "aten.mm.default", "args": a_tensor()}
 REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
     Request: [
-        ({"req": None}, "it has no req"), ({"id": 5}, "id is 5, not text"),
-        ({"images": [{"n": 1 << 30}]}, r"images\[0\].n is 1073741824, not a number"), ({"images": 3}, "images is 3"),
-        ({"sampling": []}, r"sampling is \[\]"),
+        ({"req": None}, "it has no req"),
+        ({"images": [{"n": 1 << 30}]}, r"images\[0\].n is 1073741824, not a number"),
         *(({"sampling": {key: value}}, rf"sampling\.{key}.* is") for key, value in (
-            ("temperature", "hot"), ("top_p", 1e300), ("seed", 1.5), ("allowed", [-1]), ("bias", [[1]]),
-            ("bad_words", [[1.5]]), ("prompt", [1] * 70000), ("stop", "1"), ("also", [1]))),
+            ("top_p", 1e300), ("allowed", [-1]), ("bias", [[1]]), ("prompt", [1] * 70000))),
     ],
     RowSpace: [
-        ({"segments": [{"req": 0, "pos": 0}]}, r"segments\[0\] has no n"), ({"padding": -1}, "padding is -1"),
-        ({"segments": [{"req": 0, "pos": 0, "n": 1e9}]}, r"segments\[0\].n is 1000000000.0, not a whole number"),
+        ({"padding": -1}, "padding is -1"), ({"segments": [{"req": 0, "pos": 0}]}, r"segments\[0\] has no n"),
         ({"segments": [{"req": 0, "pos": 0, "n": 999999999}]}, r"segments\[0\].n is 999999999, not a number"),
         ({"segments": [{"req": 0, "pos": 0, "n": 1 << 26}] * 2, "ids": []}, "134217728 rows in one step"),
         ({"segments": [{"req": 0, "pos": 0, "n": 1, "phase": "x"}]}, r"segments\[0\].phase is 'x'"),
         ({"ids": [1]}, "1 token ids for 3 rows"), ({"ids": [1, 2, "3"]}, "not a list of token ids"),
     ],
-    Step: [({"batch": 3}, "batch is 3"), ({"graph": {"mode": "FULL"}}, "graph has no size")],
-    Module: [({"attrs": [1]}, r"attrs is \[1\]"), ({"tap": None}, "it has no tap")],
-    Masks: [({"masked": [{"req": 0, "by": [1]}]}, r"masked\[0\].by\[0\] is 1"), ({"masked": [{}]}, "req is None")],
-    Skip: [({"reason": None}, "it has no reason")],
-    End: [({"skipped": {"a": 1.5}}, "skipped.a is 1.5"), ({"skipped": {"a": "b"}}, "skipped.a is 'b'")],
+    Step: [({"graph": {"mode": "FULL"}}, "graph has no size")], Module: [({"tap": None}, "it has no tap")],
+    Masks: [({"masked": [{}]}, "req is None")], Skip: [({"reason": None}, "it has no reason")],
+    End: [({"skipped": {"a": 1.5}}, "skipped.a is 1.5")],
     Label: [({"ending": "exe"}, "ending is 'exe'"), ({"path": None}, "it has no path")],
-    StateFinding: [
-        ({"kind": "bad"}, "kind is 'bad', not one of freed"), ({"kind": 3}, "kind is 3"), ({"between": "x"}, "between"),
-        ({"between": [1]}, r"between\[0\] is 1"), ({"block": -1}, "block is -1"), ({"step": "2"}, "step is '2'"),
-        ({"low": 1.5}, "low is 1.5"),
-    ],
+    StateFinding: [({"kind": "bad"}, "kind is 'bad', not one of freed"), ({"block": -1}, "block is -1")],
     CachedPrefix: [
         ({"runs": [{"low": 0, "n": 32, "owner": owner}]}, rf"runs\[0\].owner is {owner!r}|runs\[0\] has no owner")
-        for owner in (-2, "a", None, 1 << 70, True)
+        for owner in (-2, None, 1 << 70)
     ],
     WeightPrint: [
         ({"order": "x" * 16}, "not 16 hex digits"), ({"bag": "0"}, "bag"), ({"shape": [-1]}, r"shape\[0\] is -1"),
-        ({"shape": [1 << 52, 1 << 52, 2]}, "shape of a tensor"), ({"shape": "3"}, "shape"), ({"life": -1}, "life"),
-        ({"parts": [["q", 0]]}, r"parts\[0\]"), ({"parts": 3}, "parts"), ({"written": [["a"]]}, r"written\[0\]\[0\]"),
-        ({"nan": "2"}, "nan"), ({"tap": 3}, "tap"), ({"raw": 1}, "raw is 1, not true or false"),
+        ({"shape": [1 << 52, 1 << 52, 2]}, "shape of a tensor"), ({"life": -1}, "life"),
+        ({"parts": [["q", 0]]}, r"parts\[0\]"),
     ],
     OpCall: [
         *(({"args": args}, "an argument is") for args in (
@@ -207,12 +197,13 @@ REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
             [{"complex": [1.0]}], [{"complex": ["1", "2"]}], [{"list": 3}], nested(50))),
         *(({"args": args}, why) for args, why in (
             (a_tensor(shape=[-1]), "shape of input.0"), (a_tensor(shape=[1] * 33), "shape of input.0"),
-            (a_tensor(role=3), "role is 3"), (a_tensor(min="low"), "min of input.0"), ({"0": 1}, "args is {'0': 1}"),
+            (a_tensor(role=3), "role is 3"), (a_tensor(min="low"), "min of input.0"),
             (a_tensor(after={"max": "high"}), "max of input.0"), ([{"skipped": 3}], "skipped is 3"),
             ([{"skipped": "large", "role": "input.0", "dtype": "float32", "shape": ["9"]}], "shape of input.0"))),
         ({"mutates": "x"}, "mutates is 'x', not a list"), ({"kwargs": []}, r"kwargs is \[\], not an object"),
     ],
 }  # fmt: skip
+"""What goes beyond the types of fields, which test_decode.py checks."""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import numpy as np
 import orjson
 import pytest
 
-from vllm_accprobe.dump import record_table
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.record_table import (
     ChosenRecords,
@@ -74,18 +73,6 @@ def table_of(*events: dict[str, Any], rank: int = 0, sites: TensorSites | None =
     table, bad = RecordTable.of_lines(sites, rank, [sites.whole(line, orjson.loads(line)) for line in lines])
     assert bad == []
     return table
-
-
-def test_one_line_that_is_none_does_not_make_all_be_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    columns = record_table._columns
-    monkeypatch.setattr(record_table, "_columns", lambda *args: (read.append(len(args[2])), columns(*args))[1])
-    sites, e = TensorSites(), orjson.loads(GOOD)
-    number, _ = sites.whole(GOOD.encode(), e)
-    table, bad = RecordTable.of_lines(sites, 0, [(number, e | {"seq": -1 if i == 300 else i}) for i in range(512)])
-    assert [r.seq for r in table] == [i for i in range(512) if i != 300]
-    assert bad == [(300, "seq is -1, not a number from 0 to 9007199254740992")]
-    assert len(read) == 1 + 2 * 9  # the halves of each half that has it
 
 
 def test_places_of_many_sites_and_calls() -> None:

@@ -61,20 +61,6 @@ def test_compiled_equals_numpy(dtype, n):
     assert ours.squares == pytest.approx(theirs.squares, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64", "bool", "complex64"])
-def test_pieces_add_up(dtype):
-    rng = np.random.default_rng(5)
-    size = DTYPES[dtype].itemsize
-    data = (rng.standard_normal(1000 * size // 4).astype("<f4") if dtype in ("float32", "complex64")
-            else rng.integers(0, 120, 1000 * size, dtype=np.uint8)).view(np.uint8)  # fmt: skip
-    whole = moments(data, dtype)
-    total = sum((moments(data[a * size : (a + 250) * size], dtype) for a in range(0, 1000, 250)), TensorMoments())
-    assert total[:3] == whole[:3]
-    assert total[5:] == whole[5:]
-    assert total.sum == pytest.approx(whole.sum, rel=1e-9, abs=1e-6)
-    assert total.squares == pytest.approx(whole.squares, rel=1e-12)
-
-
 def test_without_numba_the_numbers_are_the_same(monkeypatch):
     data = np.random.default_rng(3).standard_normal(5000).astype("<f2").view(np.uint8)
     compiled = moments(data, "float16")

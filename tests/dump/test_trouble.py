@@ -61,7 +61,7 @@ def check_all(root: Path) -> int:
     return len(dump.records)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_kill_9_while_writing_then_repair(tmp_path, seed):
     from safetensors import safe_open
 
@@ -92,39 +92,6 @@ def test_kill_9_while_writing_then_repair(tmp_path, seed):
     before = {p: p.read_bytes() for p in rank.iterdir()}
     assert not repair(root)[0].needed
     assert {p: p.read_bytes() for p in rank.iterdir()} == before
-
-
-_PAUSING = textwrap.dedent(
-    """
-    import sys, time
-    sys.path.insert(0, sys.argv[2])
-    import numpy as np
-    from dumps import put, writer
-    w = writer(sys.argv[1], block_bytes=1 << 15, segment_bytes=1 << 20)
-    for i in range(7):
-        put(w, str(i), np.random.default_rng(i).integers(0, 256, 1 + i * 7919 % 30000, dtype=np.uint8), "uint8", step=i)
-    print("put", flush=True)
-    time.sleep(600)
-    """
-)
-
-
-def test_kill_9_between_steps_loses_none(tmp_path):
-    """As ray.kill ends an actor: nobody closes, nobody flushes. How soon a step can be read is measured by
-    scripts/flush_delay.py; here it is only waited for, since a machine may be busy."""
-    root = tmp_path / "d"
-    process = subprocess.Popen([sys.executable, "-c", _PAUSING, str(root), str(HERE)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"put\n"
-        deadline = time.monotonic() + 60
-        while len(open_dump(root).records) < 7 and time.monotonic() < deadline:
-            time.sleep(0.05)
-    finally:
-        process.kill()
-        process.wait(30)
-        process.stdout.close()
-    assert check_all(root) == 7
-    assert any("not closed" in problem for problem in open_dump(root).problems)
 
 
 def test_a_torn_last_line_is_named_and_cut_by_repair(tmp_path):

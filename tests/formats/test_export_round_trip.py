@@ -155,14 +155,6 @@ def test_every_dtype_and_shape(tmp_path: Path, kind: str) -> None:
     assert hold(open_dump(own), open_dump(out), kind) >= 10
 
 
-def test_nothing_is_overwritten_and_nothing_half_made_stays(captured: Path, tmp_path: Path) -> None:
-    out = tmp_path / "there.npz"
-    out.write_text("mine")
-    assert main(["convert", str(captured), str(out), "--rank", "0"]) == 2
-    assert out.read_text() == "mine"
-    assert [p.name for p in tmp_path.iterdir()] == ["there.npz"]
-
-
 # --- names in exports: what is written, and what it is read as ---
 
 

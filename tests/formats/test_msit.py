@@ -1,4 +1,4 @@
-"""Torch dumps of msit and ait: places, order of execution, statistics alone, and the reference values."""
+"""Torch dumps of msit and ait: places, order of execution, statistics alone."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.peer_dumps import check_metrics, expected, unpack
+from support.peer_dumps import unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.files import DumpError
@@ -16,17 +16,6 @@ from vllm_accprobe.formats import msit, open_dump
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack("c_msit_torch", tmp_path_factory.mktemp("msit"))
-
-
-def test_metrics_and_culprit(pair: Path) -> None:
-    found = compare(pair / "golden", pair / "mine")
-    assert check_metrics(expected("c_msit_torch"), found, "golden", "mine") == 6
-    assert found.first_divergence is not None
-    assert found.first_divergence["module"] == "model.layers.0.self_attn.q_proj"
-    assert found.first_divergence["role"] == "param.weight"
-    assert found.origins[0]["module"] == "model.layers.0.self_attn.q_proj"
-    assert (found.coverage["pairs"], found.coverage["skipped"]) == (90, {})
-    assert sum(p.status == "fail" for p in found.pairs) == 48
 
 
 def test_any_directory_of_it_will_do(pair: Path) -> None:

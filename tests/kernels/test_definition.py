@@ -9,7 +9,7 @@ import torch
 
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.kernels.float_formats import FORMATS, LOW, half_step, smallest
-from vllm_accprobe.kernels.formulas import Metrics, eps_of, metrics
+from vllm_accprobe.kernels.formulas import eps_of
 from vllm_accprobe.kernels.structure import chosen, structure
 
 NAN, INF = float("nan"), float("inf")
@@ -132,19 +132,6 @@ def test_it_takes_no_memory_of_the_tensors_size() -> None:
 
 
 # --- what sums make of a tensor's metrics, by hand ---
-
-
-def test_metrics_of_sums():
-    # g = (3, 4), m = (3, 3)
-    found = metrics(n=2, gg=25, mm=18, gm=21, dd=1, abs_d=1, max_d=1, max_rel=0.25, nonfinite=1, mismatch=0)
-    assert found == Metrics(21 / (5 * 18**0.5), 1, 0.5, 0.5**0.5, 0.2, 0.25, 1, 0)
-
-
-def test_what_is_not_defined_is_none():
-    nothing = metrics(0, 0, 0, 0, 0, 0, -1, -1, 3, 1)
-    assert nothing == Metrics(None, None, None, None, None, None, 3, 1)
-    zeros = metrics(2, 0, 8, 0, 8, 4, 2, -1, 0, 0)
-    assert (zeros.cosine, zeros.rel_l2, zeros.max_rel_err, zeros.rmse) == (None, None, None, 2.0)
 
 
 def test_eps_is_the_goldens():

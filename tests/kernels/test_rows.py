@@ -18,18 +18,29 @@ def bits(rng, dtype, shape):
     return raw
 
 
+def compared(g, gd, gi, m, md, mi):
+    """The compiled loop's (rows, elements), which are the definition's."""
+    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+    got, want = (rows.rows(g, gd, gi, m, md, mi, widen, elements=sums[i], compiled=not i) for i in (0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
+    return got, sums[0]
+
+
+def stored(values, dtype):
+    """float32 ``values`` as a dump has them."""
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(DTYPES[dtype].storage)
+
+
 @pytest.mark.parametrize("gd", FLOATS)
 @pytest.mark.parametrize("md", ["bfloat16", "float32", "float8_e4m3fn"])
 def test_equals_the_oracle_on_random_bits(gd, md):
     rng = np.random.default_rng(7)
     for width in (1, 3, 64, 1000):
         g, m = bits(rng, gd, (9, width)), bits(rng, md, (11, width))
-        gi, mi = rng.integers(0, 9, 20), rng.integers(0, 11, 20)
-        sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-        got = rows.rows(g, gd, gi, m, md, mi, widen, elements=sums[0])
-        want = rows.rows(g, gd, gi, m, md, mi, widen, elements=sums[1], compiled=False)
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
-        np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
+        compared(g, gd, rng.integers(0, 9, 20), m, md, rng.integers(0, 11, 20))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -38,21 +49,14 @@ def test_equals_the_oracle_on_close_values(dtype):
     g = (rng.standard_normal((6, 777)) * 10.0 ** rng.integers(-3, 3, (6, 1))).astype(np.float32)
     m = g * (1 + 1e-2 * rng.standard_normal(g.shape).astype(np.float32))
     g[2], m[3], g[4], m[4] = 0, 0, 0, 0
-    if dtype == "bfloat16":
-        g, m = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (g, m))
-    else:
-        g, m = g.astype(DTYPES[dtype].storage), m.astype(DTYPES[dtype].storage)
     at = np.arange(6)
-    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    got, want = (rows.rows(g, dtype, at, m, dtype, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
-    assert 0 < sums[0, definition.CLOSE] < sums[0, definition.WITHIN_1000] < sums[0, definition.WITHIN_100] < 6 * 777
+    got, sums = compared(stored(g, dtype), dtype, at, stored(m, dtype), dtype, at)
+    assert 0 < sums[definition.CLOSE] < sums[definition.WITHIN_1000] < sums[definition.WITHIN_100] < 6 * 777
     assert got[4].tolist() == [777, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0]
     assert np.isinf(got[2, definition.PEAK])
 
 
-@pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
+@pytest.mark.parametrize("width", [8, 72, 2048, 2056])
 @pytest.mark.parametrize(("gd", "smallest"), [("bfloat16", 2.0**-22), ("float16", 2.0**-22), ("float32", 1.2e-7)])
 @pytest.mark.parametrize("tiny", [1.0, 2.0**-23, 0.0])
 def test_blocks_with_and_without_magnitudes_that_are_left_out(gd, smallest, tiny, width):
@@ -63,16 +67,12 @@ def test_blocks_with_and_without_magnitudes_that_are_left_out(gd, smallest, tiny
     g[:, 5], g[:, 6] = smallest, tiny
     m = g * (1 + 2**-9 * rng.standard_normal(g.shape).astype(np.float32))
     m[:, 6] += 3  # the largest |d| and the largest ratio lie where they are left out, or not
-    g, m = ((x.view(np.uint32) >> 16).astype(np.uint16) if gd == "bfloat16" else x.astype(gd) for x in (g, m))
     at = np.arange(70)
-    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    got, want = (rows.rows(g, gd, at, m, gd, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
-    assert (sums[0, definition.TOP_ABS] < 2) == (tiny <= 2.0**-23)
+    _, sums = compared(stored(g, gd), gd, at, stored(m, gd), gd, at)
+    assert (sums[definition.TOP_ABS] < 2) == (tiny <= 2.0**-23)
 
 
-@pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
+@pytest.mark.parametrize("width", [8, 72, 2048, 2056])
 @pytest.mark.parametrize("md", ["bfloat16", "float32"])
 def test_rows_of_whole_vectors(width, md):
     """Rows next to each other, of which some have positions left out, some are 0 on one side or on both."""
@@ -82,13 +82,8 @@ def test_rows_of_whole_vectors(width, md):
     g[3], g[5], m[5], m[9] = 0, 0, 0, 0
     g[11, -1], m[11, 0], m[12], g[13, ::2] = np.nan, np.inf, np.nan, 0
     g[20], m[20] = 1e-9, 1.1e-9  # below what msit looks at
-    if md == "bfloat16":
-        m = (m.view(np.uint32) >> 16).astype(np.uint16)
     at = np.arange(70)
-    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    got, want = (rows.rows(g, "float32", at, m, md, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
+    got, _ = compared(g, "float32", at, stored(m, md), md, at)
     assert got[3, definition.MAX_REL] == -1
     assert np.isinf(got[3, definition.PEAK])
     assert got[12, definition.NONFINITE] == width
@@ -144,14 +139,12 @@ def test_structure_equals_its_definition(gd):
         g = rng.standard_normal((9, width)).astype(np.float32)
         m = g * (1 + 0.02 * rng.standard_normal(g.shape)).astype(np.float32)
         g[5], m[2, 0] = 0, np.nan
-        m = (m.view(np.uint32) >> 16).astype(np.uint16)
-        if gd == "bfloat16":
-            g = (g.view(np.uint32) >> 16).astype(np.uint16)
-        elif gd.startswith("float8"):
+        m = stored(m, "bfloat16")
+        if gd.startswith("float8"):
             g = rng.integers(0, 0x40, g.shape).astype(np.uint8)  # small and finite
             g[5] = 0
         else:
-            g = g.astype(DTYPES[gd].storage)
+            g = stored(g, gd)
         at = np.arange(9)
         got, want = (rows.structure_sums(g, gd, at, m, "bfloat16", at, widen, compiled=c) for c in (True, False))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # the definition adds up in float32
@@ -161,74 +154,73 @@ def test_structure_equals_its_definition(gd):
 # --- one long row in segments is the same row ---
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Segments of so many elements."""
+
+    def of(n):
+        monkeypatch.setattr(rows, "SEGMENT", n)
+        monkeypatch.setattr(rows, "LONGEST", n)
+
+    return of
+
+
+def in_segments(g, gd, gi, m, md, mi):
+    """What rows in segments give, which is what they give at once."""
+    elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+    cut = rows.wide_rows(g, gd, gi, m, md, mi, widen, elements=elements[0])
+    once = rows.rows(g, gd, gi, m, md, mi, widen, elements=elements[1])
+    np.testing.assert_allclose(cut, once, rtol=1e-12)
+    np.testing.assert_allclose(elements[0], elements[1], rtol=1e-12)
+    return cut
+
+
 ONE = np.zeros(1, np.int64)
 
 
-def both(golden, g_dtype, mine, m_dtype):
-    """(in segments, at once, elements of either)"""
-    elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    cut = rows.wide_rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[0])
-    once = rows.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[1])
-    return cut, once, elements
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "float64"])
-@pytest.mark.parametrize("width", [1, 128, 129, 640, 1000])
-def test_a_row_in_segments_is_the_row(monkeypatch, dtype, width):
-    monkeypatch.setattr(rows, "SEGMENT", 64)
-    monkeypatch.setattr(rows, "LONGEST", 64)
+@pytest.mark.parametrize("width", [1, 128, 129, 640])
+def test_a_row_in_segments_is_the_row(short, dtype, width):
+    short(64)
     r = np.random.default_rng(width)
     storage = DTYPES[dtype].storage
-    for _ in range(20):
+    for _ in range(10):
         if storage.kind == "f" or dtype == "int32":
             g = (r.standard_normal((1, width)) * 10.0 ** r.integers(0, 3)).astype(storage)
             m = (g * (1 + r.standard_normal((1, width)) * 0.01)).astype(storage)
         else:
-            g = (r.standard_normal((1, width)).astype(np.float32).view(np.uint32) >> 16).astype(storage)
+            g = stored(r.standard_normal((1, width)).astype(np.float32), dtype)
             m = g + r.integers(0, 3, (1, width)).astype(storage)
         spoilt = r.random((1, width)) < 0.02
         if storage.kind == "f":
             m[spoilt] = r.choice([np.nan, np.inf, 0.0])
             g[r.random((1, width)) < 0.02] = 0
-        cut, once, elements = both(g, dtype, m, dtype)
-        np.testing.assert_allclose(cut, once, rtol=1e-12)
-        np.testing.assert_allclose(elements[0], elements[1], rtol=1e-12)
+        in_segments(g, dtype, ONE, m, dtype, ONE)
 
 
-def test_the_peak_of_another_segment_than_the_largest_error(monkeypatch):
+def test_the_peak_of_another_segment_than_the_largest_error(short):
     """An error of 2 at a value of 100 is less of a peak than one of 1 where there is nearly nothing."""
-    monkeypatch.setattr(rows, "SEGMENT", 4)
-    monkeypatch.setattr(rows, "LONGEST", 4)
+    short(4)
     g = np.full((1, 16), 0.01, np.float32)
     g[0, 0] = 100.0
     m = g.copy()
     m[0, 0] += 8.0
     m[0, 13] += 4.0
-    cut, once, _ = both(g, "float32", m, "float32")
+    cut = in_segments(g, "float32", ONE, m, "float32", ONE)
     assert cut[0, definition.MAX_D] == 8.0
-    assert cut[0, definition.PEAK] == pytest.approx(once[0, definition.PEAK], rel=1e-12)
     assert cut[0, definition.PEAK] > 8.0 / 100.0
 
 
-def test_nothing_of_the_row_is_finite(monkeypatch):
-    monkeypatch.setattr(rows, "SEGMENT", 4)
-    monkeypatch.setattr(rows, "LONGEST", 4)
-    g = np.full((1, 10), np.nan, np.float32)
-    m = np.full((1, 10), np.inf, np.float32)
-    cut, once, _ = both(g, "float32", m, "float32")
-    np.testing.assert_array_equal(cut, once)
+def test_nothing_of_the_row_is_finite(short):
+    short(4)
+    in_segments(np.full((1, 10), np.nan, "f4"), "float32", ONE, np.full((1, 10), np.inf, "f4"), "float32", ONE)
 
 
-def test_several_wide_rows(monkeypatch):
+def test_several_wide_rows(short):
     """Each is cut by itself, and the elements of all add up; rows that are not asked for are not read."""
-    monkeypatch.setattr(rows, "SEGMENT", 4)
-    monkeypatch.setattr(rows, "LONGEST", 4)
+    short(4)
     r = np.random.default_rng(0)
     g, m = (r.standard_normal((3, 11)).astype(np.float32) for _ in range(2))
     at, to = np.array([2, 0]), np.array([1, 0])
-    elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    cut = rows.wide_rows(g, "float32", at, m, "float32", to, widen, elements=elements[0])
-    once = rows.rows(g, "float32", at, m, "float32", to, widen, elements=elements[1])
-    np.testing.assert_allclose(cut, once, rtol=1e-12)
-    np.testing.assert_allclose(elements[0], elements[1], rtol=1e-12)
+    in_segments(g, "float32", at, m, "float32", to)
     assert rows.wide_rows(g, "float32", at[:0], m, "float32", to[:0], widen).shape == (0, len(definition.ROW_FIELDS))

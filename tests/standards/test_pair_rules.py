@@ -27,17 +27,6 @@ def judged(name, *arguments, **more):
     return dict(zip(standard.columns, cells, strict=True)), word, why
 
 
-def test_msprobe_direction_and_equality():
-    assert judged("msprobe", [1.0, 0.0], [0.0, 1.0])[1] == "error"
-    assert judged("msprobe", [0.0, 0.0], [1.0, 1.0])[1:] == ("error", "one side is all zero")
-    assert judged("msprobe", [1.0], [-1.0], "float32")[1] == "error"  # one element: no direction, but dual-1000
-    assert judged("msprobe", [np.nan, 1.0], [2.0, 1.0])[1] == "error"
-    assert judged("msprobe", [0.0, 0.0], [0.0, 0.0])[1] == "pass"
-    cells, word, _ = judged("msprobe", [1, 2, 3, 4], [1, 2, 3, 5], "int64")
-    assert (cells["Binary consistency error rate"], word) == (0.25, "error")
-    assert judged("msprobe", [1, 2], [1, 2], "int64")[1] == "pass"
-
-
 def test_msprobe_says_of_a_pair_what_it_says_of_an_output():
     """One rule: opcheck's numbers and compare's of the same tensors, but for what pairs have not."""
     rng = np.random.default_rng(0)

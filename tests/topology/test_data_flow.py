@@ -65,13 +65,13 @@ def test_levels_of_detail(dump: Path, level: int | None, drawn: int | None) -> N
     assert len(to_onnx(graph).graph.node) == len(graph.nodes)
 
 
-def test_a_model_of_sixty_layers(tmp_path: Path) -> None:
-    dump = open_dump(capture(tmp_path / "d", layers=60))
+def test_a_model_of_twenty_layers(tmp_path: Path) -> None:
+    dump = open_dump(capture(tmp_path / "d", layers=20))
     whole, layers = graph_of(dump), graph_of(dump, 1)
-    assert sum("tap" in n.attributes for n in whole.nodes) == 3 + 60 * 9
+    assert sum("tap" in n.attributes for n in whole.nodes) == 3 + 20 * 9
     assert not [n for n in whole.nodes if n.kind == GAP]
-    assert [n.name for n in layers.nodes if n.kind == "Layer"] == [f"layers.{i}" for i in range(60)]
-    for i in range(1, 60):
+    assert [n.name for n in layers.nodes if n.kind == "Layer"] == [f"layers.{i}" for i in range(20)]
+    for i in range(1, 20):
         assert (f"layers.{i - 1}", f"layers.{i}") in edges(layers)
     assert to_onnx(whole).ByteSize() < 2 << 20
 

@@ -6,7 +6,7 @@ import xxhash
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
-from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params, is_computed
+from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import SAMPLE, rounded_hashes, widen
@@ -134,23 +134,19 @@ def test_packed_against_plain_is_skipped_with_its_reason():
     assert (result.equal, result.skip) == (None, "packed or quantised parameters of different dtypes")
 
 
-def test_tables_that_each_run_computes_are_not_weights():
-    assert is_computed("param.cos_sin_cache")
-    assert not is_computed("param.weight")
-
-
 def test_one_checkpoint_loaded_as_float16_and_as_bfloat16_has_one_weight() -> None:
-    from vllm_accprobe.comparison.measure.measurer import _one_number
-    from vllm_accprobe.comparison.measure.read import RowBlock
-
     rng = np.random.default_rng(3)
     truth = (rng.standard_normal((40, 64)) * 10.0 ** rng.uniform(-8, 1, (40, 64))).astype(np.float32)
-    half = RowBlock(truth.astype(np.float16).view(np.uint16), "float16", (64,))
-    half = RowBlock(half.data.view(np.float16), "float16", (64,))
-    brain = RowBlock(round_to_bfloat16(truth), "bfloat16", (64,))
-    assert _one_number(half, brain)
-    assert _one_number(brain, half)
-    other = truth.copy()
-    other[7, 9] = np.float32(0.5)
-    wrong = RowBlock(round_to_bfloat16(np.where(other == 0.5, np.float32(0.51), other)), "bfloat16", (64,))
-    assert not _one_number(RowBlock(other.astype(np.float16), "float16", (64,)), wrong)
+    truth[7, 9] = 0.5
+
+    def half(s: Store) -> Group:
+        return group(s, [truth.astype(np.float16)], dtype="float16")
+
+    for number, equal in ((0.5, True), (0.51, False)):
+        other = truth.copy()
+        other[7, 9] = number
+
+        def brain(s: Store, other: np.ndarray = other) -> Group:
+            return group(s, [round_to_bfloat16(other)], dtype="bfloat16")
+
+        assert (run(half, brain).equal, run(brain, half).equal) == (equal, equal)

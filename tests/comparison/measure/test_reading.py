@@ -12,7 +12,7 @@ from vllm_accprobe.comparison.engine import compare, open_both
 from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.by_lines import ByLines
 from vllm_accprobe.comparison.measure.measurer import UNKNOWN_DTYPE, UnitMeasurer, _few
-from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, common, figures, figures_text, statistics_error
+from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, statistics_error
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.kernels import structure
@@ -97,46 +97,40 @@ def test_runs_of_whole_rows(monkeypatch):
 
 
 BASE = Stats(4, -2.0, 2.0, 0.5, 4.0, 0, 0)  # rms 2
+ZERO, FAR = Stats(4, 0.0, 0.0, 0.0, 0.0, 0, 0), Stats(4, -1e308, 1e200, 0.0, 1e200, 0, 0)
 INFINITE = (math.inf, 0.0)
+BOUNDS = [
+    (BASE, BASE, (0.0, 0.0)),
+    (BASE, replace(BASE, l2=5.0), (0.25, 0.0)),  # |5 - 4| / 4
+    (BASE, replace(BASE, mean=1.5), (0.5, 0.0)),  # |1.5 - 0.5| / 2
+    (BASE, replace(BASE, max=3.0), (0.0, 0.5)),  # |3 - 2| / max(2, 2)
+    (BASE, Stats(4, None, None, None, 4.0, 0, 0), (0.0, 0.0)),  # a figure that one side lacks says nothing
+    (replace(BASE, l2=None), Stats(4, -2.0, 3.0, 1.5, 9.0, 0, 0), (0.5, 0.5)),  # golden's extremes are the scale
+    (replace(BASE, nan=3), replace(BASE, mean=1.5, nan=3), (0.25, 0.0)),  # one finite number: rms 4
+    (BASE, replace(BASE, count=5), INFINITE), (BASE, replace(BASE, nan=1), INFINITE),
+    (BASE, replace(BASE, inf=1), INFINITE),
+    # A tool that only says whether there is any says 1.
+    (replace(BASE, nan=3), replace(BASE, nan=1), (0.0, 0.0)), (replace(BASE, nan=3), replace(BASE, nan=2), INFINITE),
+    (ZERO, ZERO, (0.0, 0.0)), (ZERO, BASE, INFINITE),
+    # float64 has room for what a square or a difference has none for.
+    (FAR, replace(FAR, min=1e308), (0.0, math.inf)), (Stats(4, -1.0, 1.0, 0.0, 1e-320, 0, 0), BASE, (math.inf, 1.0)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mine", "error"),
-    [
-        (BASE, (0.0, 0.0)),
-        (Stats(4, -2.0, 2.0, 0.5, 5.0, 0, 0), (0.25, 0.0)),  # |5 - 4| / 4
-        (Stats(4, -2.0, 2.0, 1.5, 4.0, 0, 0), (0.5, 0.0)),  # |1.5 - 0.5| / 2
-        (Stats(4, -2.0, 3.0, 0.5, 4.0, 0, 0), (0.0, 0.5)),  # |3 - 2| / max(2, 2)
-        (Stats(4, None, None, None, 4.0, 0, 0), (0.0, 0.0)),  # a figure that one side lacks says nothing
-        (Stats(5, -2.0, 2.0, 0.5, 4.0, 0, 0), INFINITE),
-        (Stats(4, -2.0, 2.0, 0.5, 4.0, 1, 0), INFINITE),
-    ],
-)
-def test_lower_bounds(mine, error):
-    assert statistics_error(BASE, mine) == error
-
-
-def test_counts_of_tools_that_only_say_whether_there_is_any():
-    many = Stats(4, -2.0, 2.0, 0.5, 4.0, 3, 0)
-    assert statistics_error(many, Stats(4, -2.0, 2.0, 0.5, 4.0, 1, 0)) == (0.0, 0.0)
-    assert statistics_error(many, Stats(4, -2.0, 2.0, 0.5, 4.0, 2, 0)) == INFINITE
-
-
-def test_zeros():
-    zero = Stats(4, 0.0, 0.0, 0.0, 0.0, 0, 0)
-    assert statistics_error(zero, zero) == (0.0, 0.0)
-    assert statistics_error(zero, BASE) == INFINITE
-
-
-def test_numbers_of_any_size(recwarn):
-    """float64 has room for what a square or a difference has none for."""
-    far = Stats(4, -1e308, 1e200, 0.0, 1e200, 0, 0)
-    assert statistics_error(far, Stats(4, 1e308, 1e200, 0.0, 1e200, 0, 0)) == (0.0, math.inf)
-    assert statistics_error(Stats(4, -1.0, 1.0, 0.0, 1e-320, 0, 0), BASE) == (math.inf, 1.0)
-    joined = join_stats([far, far])
-    assert joined.l2 == pytest.approx(2**0.5 * 1e200)
-    assert join_stats([far, Stats(4, 0.0, 0.0, 0.0, 0.0, 8, 0)]) is None  # counts that no tensor has
+def test_lower_bounds_of_one_pair_and_of_many(recwarn):
+    assert [statistics_error(g, m) for g, m, _ in BOUNDS] == [error for *_, error in BOUNDS]
+    names = ("count", "min", "max", "mean", "l2", "nan", "inf")
+    sides = [{n: np.array([np.nan if getattr(s, n) is None else getattr(s, n) for s in side], float) for n in names}
+             for side in list(zip(*BOUNDS, strict=True))[:2]]  # fmt: skip
+    many = read.statistics_errors(*sides)
+    assert list(zip(*(e.tolist() for e in many), strict=True)) == [error for *_, error in BOUNDS]
     assert not recwarn
+
+
+def test_joined_statistics_of_numbers_of_any_size():
+    joined = join_stats([FAR, FAR])
+    assert joined.l2 == pytest.approx(2**0.5 * 1e200)
+    assert join_stats([FAR, replace(ZERO, nan=8)]) is None  # counts that no tensor has
 
 
 def test_complex_numbers_of_golden_alone_are_not_compared(tmp_path):
@@ -148,57 +142,6 @@ def test_complex_numbers_of_golden_alone_are_not_compared(tmp_path):
             golden.records[i] = replace(r, dtype="complex64", hash="other")
     found = [p for p in compare(golden, mine).pairs if p.tap == "model.norm" and p.role == "output.0"]
     assert {(p.status, p.message) for p in found} == {("skip", UNKNOWN_DTYPE)}
-
-
-def test_words():
-    part = Stats(4, None, 2.0, None, None, 0, 0)
-    both = figures_text((figures(BASE), figures(part)))
-    assert both == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
-    none = Stats(4, None, None, None, None, 0, 0)
-    assert figures_text((figures(none), figures(none))) == ""
-    assert (common(BASE, part), common(BASE, none)) == (True, False)
-
-
-def by_hand(g, m):
-    """`statistics_error`, figure by figure."""
-    counts = (g.nan, m.nan), (g.inf, m.inf)
-    if g.count != m.count or any(bool(a) != bool(b) or (a != b and min(a, b) > 1) for a, b in counts):
-        return math.inf, 0.0
-    ends = [(a, b) for a, b in ((g.min, m.min), (g.max, m.max)) if a is not None and b is not None]
-    rms = (
-        g.l2 / max(g.count - g.nan - g.inf, 1) ** 0.5 if g.l2 is not None else max((abs(a) for a, _ in ends), default=0)
-    )
-    pairs = [*ends, *((a, b) for a, b in ((g.mean, m.mean), (g.l2, m.l2)) if a is not None and b is not None)]
-    if not rms:
-        return (0.0, 0.0) if all(a == b for a, b in pairs) else (math.inf, 0.0)
-    parts = [0.0]
-    if g.l2 is not None and m.l2 is not None and g.l2:
-        parts.append(abs(m.l2 - g.l2) / g.l2)
-    if g.mean is not None and m.mean is not None:
-        parts.append(abs(m.mean - g.mean) / rms)
-    return max(parts), max([0.0, *(abs(b - a) / max(abs(a), rms) for a, b in ends)])
-
-
-def test_statistics_of_many_pairs_are_those_of_each():
-    rng = np.random.default_rng(5)
-
-    def some():
-        figures = [
-            None if rng.random() < 0.2 else float(v) for v in rng.choice([0.0, -1.5, 2.0, *rng.normal(size=3)], 3)
-        ]
-        norm = None if rng.random() < 0.2 else float(rng.choice([0.0, abs(rng.normal())]))
-        return Stats(int(rng.choice([4, 64])), *figures, norm, *(int(n) for n in rng.choice([0, 0, 0, 1, 2, 3], 2)))
-
-    pairs = [(some(), some()) for _ in range(3000)]
-    expected = [by_hand(g, m) for g, m in pairs]
-    assert [statistics_error(g, m) for g, m in pairs] == expected
-    names = ("count", "min", "max", "mean", "l2", "nan", "inf")
-    sides = [
-        {n: np.array([np.nan if getattr(s, n) is None else getattr(s, n) for s in side], float) for n in names}
-        for side in zip(*pairs, strict=True)
-    ]
-    assert list(zip(*(e.tolist() for e in read.statistics_errors(*sides)), strict=True)) == expected
-    assert {math.isinf(e) for e, _ in expected} == {True, False}
 
 
 def test_statistics_by_columns_are_those_of_each_pair(tmp_path, monkeypatch):
