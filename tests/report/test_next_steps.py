@@ -54,9 +54,9 @@ def not_replayed(root: Path) -> tuple[str, str, list[str]]:
     return norm(root, "golden", 1.0), norm(root, "mine", 1.2), ["--no-replay", "--out", "a report"]
 
 
-def inferred(root: Path, **how: bool) -> tuple[str, str, list[str]]:
-    write(capture(**ONE), root / "golden", **how)
-    write(capture(faults={DOWN: scaled(1.2)}, **ONE), root / "my mine", **how)
+def inferred(root: Path) -> tuple[str, str, list[str]]:
+    write(capture(**ONE), root / "golden")
+    write(capture(faults={DOWN: scaled(1.2)}, **ONE), root / "my mine")
     return "golden", "my mine", ["--taps", "model.layers.*,lm_head"]
 
 
@@ -68,14 +68,10 @@ def renamed(root: Path) -> tuple[str, str, list[str]]:
     return "golden", "mine", []
 
 
-def statistics(root: Path) -> tuple[str, str, list[str]]:
-    return inferred(root, payloads=False)
-
-
-def peers(name: str, mine: str = "mine", golden: str = "golden") -> Callable[[Path], tuple[str, str, list[str]]]:
+def peers(name: str) -> Callable[[Path], tuple[str, str, list[str]]]:
     def made(root: Path) -> tuple[str, str, list[str]]:
         unpack(name, root)
-        return f"{name}/{golden}", f"{name}/{mine}", []
+        return f"{name}/golden", f"{name}/mine", []
 
     return made
 
@@ -85,11 +81,8 @@ KINDS = {
     "not replayed": (not_replayed, ["compare", "inspect", "inspect", "compare"]),
     "inferred": (inferred, ["inspect", "inspect", "compare"]),
     "renamed": (renamed, ["inspect", "inspect", "compare"]),
-    "statistics": (statistics, ["inspect", "inspect", "compare"]),
     "msprobe": (peers("a_msprobe_tensor"), ["inspect", "inspect", "compare"]),
     "h5": (peers("d_xray_h5"), ["inspect", "inspect", "compare"]),
-    "msit": (peers("c_msit_torch"), ["inspect", "inspect", "compare"]),
-    "files": (peers("g_single"), ["inspect", "inspect", "compare"]),
     "atb, torch": (peers("e_atb_vs_torch"), ["inspect"]),
 }
 
