@@ -355,33 +355,6 @@ def test_numbers_of_three_steps_may_be_on_their_way() -> None:
     assert [a.step.number for a in watched.alarms] == [1, 2, 3]
 
 
-def test_a_tensor_that_is_handed_on_is_reduced_once(deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class HandsOn(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.inner(x), x
-
-    reduced: list[int] = []
-    aminmax = torch.aminmax
-
-    def counted(tensor: torch.Tensor, **how: Any) -> Any:
-        reduced.append(id(tensor))
-        return aminmax(tensor, **how)
-
-    model = torch.nn.Sequential(HandsOn(), torch.nn.Identity())
-    watched = Watched(model, deferred=deferred)
-    monkeypatch.setattr(torch, "aminmax", counted)
-    with torch.inference_mode():
-        watched.run(torch.ones(8, 4))
-    # The linear's output once, the block's input, which it gives back, once; again in Identity, which might have
-    # changed both in place; not again in the whole, to which both were handed on.
-    assert len(reduced) == 4
-    assert watched.said == []
-
-
 def test_findings_of_the_head_are_named_by_logits_rows() -> None:
     from vllm_accprobe.capture.core.rows import Space
     from vllm_accprobe.capture.errcheck.findings import cut, finding
