@@ -127,12 +127,10 @@ def test_wrong_use_is_said_once_counted_and_harms_nothing(tmp_path: Path, caplog
     assert dump.problems == []
     reasons = {s.reason: s.count for s in dump.skips if s.tap.startswith("label:")}
     assert reasons == {
-        "data_src is 'gpu', not 'pta' or 'acl'": 2,
-        "data_id is not what gen_id() gives: a short text": 2,
-        "data_val and tensor_path are both missing": 2,
-        "tensor_path is no path": 2,
+        "data_src is 'gpu', not 'pta' or 'acl'": 2, "data_id is not what gen_id() gives: a short text": 2,
+        "data_val and tensor_path are both missing": 2, "tensor_path is no path": 2,
         "a label outside of the model's forward": 1,
-    }
+    }  # fmt: skip
     assert caplog.text.count("set_label: ") == 4
     assert len([r for r in dump.records if r.tap == "label:list"]) == 2
 

@@ -108,11 +108,8 @@ def test_text_where_a_tokenizer_is_given_also_of_characters_in_parts(tokenizer, 
     assert len(texts) == len(ids)
     assert "".join(texts) == said
     assert load_tokenizer(tmp_path / "tokenizer.json")([0, 1 << 20, ids[0], -1]) == [
-        "<s>",
-        "<1048576>",
-        "hello"[: len(texts[0])],
-        "<-1>",
-    ]
+        "<s>", "<1048576>", "hello"[: len(texts[0])], "<-1>",
+    ]  # fmt: skip
     cut = load_tokenizer(tmp_path)([*tokenizer.encode("世").ids[:1], 1 << 20])
     assert cut[1] == "<1048576>"
     lines = prompt_lines(of(((Segment(4, 0, len(ids), 0),), ids), ids=ids), [], tmp_path)

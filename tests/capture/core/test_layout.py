@@ -82,12 +82,9 @@ def test_kv_heads_fewer_than_ranks_are_replicated_among_neighbours() -> None:
 def test_mlp_and_its_activation() -> None:
     gate_up = module("MergedColumnParallelLinear", tp_size=2, output_partition_sizes=[48, 48], gather_output=False)
     down = module(
-        "RowParallelLinear",
-        tp_size=2,
-        input_is_parallel=True,
-        input_size_per_partition=48,
+        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=48,
         output_partition_sizes=[128],
-    )
+    )  # fmt: skip
     tree = {"mlp": module("MLP", {"gate_up_proj": gate_up, "act_fn": module("SiluAndMul"), "down_proj": down})}
     found = layouts(2, 0, tree, 128)
     assert found.of("mlp.act_fn", "input.x", (5, 96)).parts == ((48, 1), (48, 1))
@@ -168,12 +165,9 @@ def test_latent_attention_whose_head_is_as_wide_as_a_slice() -> None:
     """DeepSeek's: rotary heads of 64 beside an o_proj that takes 64 per rank; vLLM 0.32's MLA modules."""
     q = module("ColumnParallelLinear", tp_size=2, output_partition_sizes=[192], gather_output=False)
     o = module(
-        "RowParallelLinear",
-        tp_size=2,
-        input_is_parallel=True,
-        input_size_per_partition=64,
+        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=64,
         output_partition_sizes=[128],
-    )
+    )  # fmt: skip
     inner = module("MLAAttention", num_heads=2, kv_lora_rank=512)
     wrapper = module(
         "MultiHeadLatentAttentionWrapper", num_heads=2, kv_lora_rank=512,

@@ -114,10 +114,8 @@ class Runner:
         self.vllm_config = Plain(
             model_config=Plain(enforce_eager=not compiles, get_hidden_size=lambda: 8),
             compilation_config=Plain(mode=2 if compiles else 0, cudagraph_mode=Plain(value=0, name="NONE")),
-            parallel_config=Plain(),
-            speculative_config=None,
-            scheduler_config=Plain(max_num_batched_tokens=64),
-        )
+            parallel_config=Plain(), speculative_config=None, scheduler_config=Plain(max_num_batched_tokens=64),
+        )  # fmt: skip
         self.input_batch = Plain(req_ids=[])
         self.requests: dict[str, Any] = {}
         self.positions = torch.arange(64)

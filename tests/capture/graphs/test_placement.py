@@ -180,10 +180,8 @@ def test_what_does_not_fit_is_measured_while_that_fits() -> None:
 def test_the_key_is_of_what_a_graph_contains() -> None:
     seen = look(Root(), ["model"])
     keys = [
-        plan(seen, nobody, 32, 10**6).key,
-        plan(seen, nobody, 16, 10**6).key,
-        plan(seen, everybody, 32, 10**6).key,
-    ]
+        plan(seen, nobody, 32, 10**6).key, plan(seen, nobody, 16, 10**6).key, plan(seen, everybody, 32, 10**6).key,
+    ]  # fmt: skip
     assert len({*keys}) == 3
     # which of them are chosen, and the model's instance, are no matter of the graph
     assert plan(look(Root(), ["model"]), lambda path, cls: path == "model.norm", 32, 10**6).key == keys[2]
