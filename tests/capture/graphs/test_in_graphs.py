@@ -214,22 +214,6 @@ def test_the_compiled_engine_leaves_what_the_eager_one_does(start: Start) -> Non
     assert compare(eager.path, default.path).verdict == "pass"
 
 
-def test_all_modules_where_somebody_names_them(start: Start) -> None:
-    eager, answers = served(start, "eager", Runner(compiles=False))
-    full, same = served(start, "full", Runner(compiles=True), modules="all")
-    assert all(map(torch.equal, answers, same))
-    missing = set(outputs(eager)) - set(outputs(full))
-    assert {tap for _, tap in missing} == {"model"}
-    assert outputs(full).items() <= outputs(eager).items()
-    assert {tap for step, tap in outputs(full) if step} > {
-        "model.layers.0.turn", "model.layers.1.turn", "model.again", "model.again#1"
-    }  # fmt: skip
-    order = [(r.tap, r.role, r.call) for r in full.records if r.step == 0 and r.role.startswith("output")]
-    every = [(r.tap, r.role, r.call) for r in eager.records if r.step == 0 and r.role.startswith("output")]
-    assert order == [one for one in every if one in order]
-    assert full.run["engine"]["graphs"]["set"] == "full"
-
-
 def test_choosing_makes_no_other_graph(start: Start) -> None:
     served(start, "default", Runner(compiles=True))
     key = os.environ[TAP_SET]
