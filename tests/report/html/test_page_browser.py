@@ -434,7 +434,7 @@ def test_a_point_of_the_chart_and_a_cell_of_the_map(visit):
     assert page.evaluate("scrollY") == top  # a layer opens where it is; what comes next is a click on a tap of it
     assert page.inner_text("#heat-level") == "model.layers.3"
     assert page.inner_text("#tap-chip").startswith("under model.layers.3, step 4")
-    assert set(named(page, "step")) == {"4"}
+    assert set(column(page, 3)) == {"4"}
     assert shown(page).startswith("28 pairs")
     assert failures_first(page)[0] == "fail"
     assert open_pair(page) == worst_of(result, "model.layers.3", 4)
