@@ -15,7 +15,6 @@ from vllm_accprobe.capture.errcheck.watch import (
     UNKNOWN,
     Alarm,
     Badness,
-    BadnessRule,
     Watch,
     WatchedStep,
     parameters,
@@ -245,15 +244,6 @@ def test_eight_bits(deferred: bool) -> None:
     watched = Watched(Cast(torch.float8_e5m2, float("nan")), deferred=deferred)
     watched.run(x)
     assert watched.only().bad == Badness(800, 0, 0)
-
-
-def test_rule_by_hand() -> None:
-    x = torch.tensor([[1.0, float("nan")], [float("inf"), -torch.finfo(torch.float32).max], [0.0, float("-inf")]])
-    assert BadnessRule().assess(x, "language") == Badness(1, 2, 1)
-    assert BadnessRule().assess(x, "head") == Badness(1, 1, 0)
-    assert BadnessRule(True, False).assess(x, "language") == Badness(1, 0, 0)
-    assert BadnessRule().elements(x, "language").tolist() == [[False, True], [True, True], [False, True]]
-    assert BadnessRule().elements(x, "head").tolist() == [[False, True], [True, False], [False, False]]
 
 
 def test_bad_parameters_and_not_masks() -> None:

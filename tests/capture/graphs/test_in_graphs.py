@@ -303,26 +303,6 @@ def test_statistics_are_those_of_an_eager_engine_s_statistics(start: Start, some
     assert {p.tap for p in result.pairs if p.status == "pass"} >= taps
 
 
-def test_what_does_not_fit_is_measured_and_only_then_left_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, _ = served(start, "eager", Runner(compiles=False, wide=WIDE))
-    monkeypatch.setattr(placement, "_LEAST_ROWS", 28)  # of 36,000 bytes: more than a megabyte
-    mixed, _ = served(start, "mixed", Runner(compiles=True, wide=WIDE), graph_mb=1)
-    facts = mixed.run["engine"]["graphs"]
-    assert (facts["taps"], facts["tensors"], facts["statistics"], facts["rows"]) == (4, 3, 1, 64)
-    assert facts["bytes"] == 64 * 4 * (8 + 16 + 8) + placement.STATS_BYTES
-    (want, got) = ({(r.step, r.tap): r for r in dump.records if r.role == "output.0"} for dump in (eager, mixed))
-    order = [r.tap for r in sorted(mixed.records, key=lambda r: r.seq) if r.step == 0 and r.role == "output.0"]
-    assert [tap for tap in order if tap in {t for _, t in got} and tap.startswith("model.")] == [
-        f"model.layers.{i}.{name}" for i in (0, 1) for name in ("up", "down")
-    ]
-    for step in range(3):
-        up, down = (step, "model.layers.0.up"), (step, "model.layers.0.down")
-        assert (got[up].payload, got[up].hash, got[up].shape) == (None, want[up].hash, want[up].shape)
-        assert want[up].stats.l2 == pytest.approx(got[up].stats.l2, rel=1e-12)  # summed in other pieces
-        assert np.array_equal(eager.read(want[down]), mixed.read(got[down]))
-    assert compare(eager.path, mixed.path).verdict == "pass"
-
-
 def test_an_old_line_of_numbers_is_not_taken_for_this_step_s(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the graph that ran second had no taps."""
     runner = Runner(compiles=True)
