@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -153,21 +154,12 @@ def test_what_was_not_captured_is_captured_and_replayed(tmp_path, monkeypatch, c
     assert (found["origins"][0]["module"], found["origins"][0]["evidence"]) == (DOWN, "replay")
 
 
-def test_a_pass_has_nothing_to_type() -> None:
-    result = realistic(fail=False)
-    assert next_steps(result) == result.to_json()["next"] == []
-    assert terminal.next_commands(result) == []
-    assert sections.next_commands(result) == ""
-
-
 def test_all_reports_show_the_same_lines() -> None:
     result = replace(realistic(), out="o")
     lines = [line for step in next_steps(result) for line in step["command"].splitlines()]
     assert 2 < len(lines) <= 2 * MOST
     assert [line.strip() for line in terminal.next_commands(result) if line.startswith("    ")] == lines
     assert [line.strip() for line in markdown.markdown_lines(result) if line.startswith("    accprobe")] == lines
-    from html import unescape
-
     for text in (sections.next_commands(result), notebook.repr_html(result)):
         plain = unescape(re.sub(r"<[^>]+>", "", text))  # the page marks the words of a line
         assert all(line in plain for line in lines)

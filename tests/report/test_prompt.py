@@ -61,11 +61,6 @@ def test_what_is_missing_and_what_to_set_so_that_it_is_not():
         prompt_lines(of(run={"tool": "msprobe"}), [], None)
 
 
-def test_ids_that_are_not_the_prompt_by_its_hash():
-    other = ((Segment(4, 0, 5, 0),), [0, 0, 0, 0, 1 << 40])
-    assert "the dump's hash of the prompt is another" in prompt_lines(of(other), [], None)[0]
-
-
 def test_a_request_has_to_be_one():
     dump = of(WHOLE)
     dump.requests[0, 9] = replace(dump.requests[0, 4], req=9, id="b", internal_id="b-0", prompt="0" * 32, prompt_len=2)
