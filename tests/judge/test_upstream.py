@@ -202,3 +202,13 @@ def test_a_parameter_reaches_everything():
     none = np.zeros(0, np.int64)
     source = tensor(none, none, np.zeros(0), everywhere=2.0)
     assert Influence({}).of(source, source.err, False, RowSet(np.arange(3)), True).tolist() == [2.0] * 3
+
+
+def test_what_is_remembered_stays_within_its_bound():
+    rows = RowSet(np.arange(1000))
+    sources = [tensor(rows.keys, rows.keys, np.full(1000, float(i))) for i in range(20)]
+    influence = Influence({}, kept=20_000)
+    for _ in range(2):
+        for i, source in enumerate(sources):
+            assert influence.again(source, "rel", source.err, False, rows, True).max() == i
+    assert influence._bytes <= 20_000
