@@ -50,6 +50,9 @@ def test_a_directory_that_is_taken_is_left_alone(tmp_path: Path, caplog: pytest.
         places.append(recording.root)
     assert places == [tmp_path / "d", tmp_path / "d.2"]
     assert f"{tmp_path / 'd'} already holds rank 0; these tests go to {tmp_path / 'd.2'}" in caplog.text
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):  # in a user's words where a setting names it: ../test_probe.py
+        opened(tmp_path / "file" / "d")
 
 
 def test_what_cannot_be_written_is_said_and_ends_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,3 +137,16 @@ def test_lines_without_payload_keep_their_place_and_wait_for_the_steps_end_at_mo
     dump = closed(sink, tmp_path)
     names = ["0", "1", "2", "new", "last", *(f"many{number}" for number in range(200))]
     assert [r.role for r in dump.records] == [f"output.{name}" for name in names]
+
+
+@pytest.mark.parametrize("sink", [False], indirect=True)
+def test_pending_lines_beyond_the_budget_end_the_capture(sink: Sink, tmp_path: Path) -> None:
+    take, same = taker(sink), torch.ones(4)
+    take("output.0", same)
+    take("output.1", same)
+    sink.writer._budget = 0
+    sink.end_step()
+    sink.close("test")
+    dump = open_dump(tmp_path)
+    assert dump.problems == ["rank 0: capture stopped early: budget of 0 bytes spent"]
+    assert [r.role for r in dump.records] == ["output.0"]

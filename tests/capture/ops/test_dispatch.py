@@ -289,6 +289,11 @@ def test_a_failure_inside_the_tap_ends_the_capture_and_not_the_model(tmp_path, m
     assert caplog.text.count("capture is off, serving goes on") == 1
 
 
+def test_operators_of_steps_that_are_not_armed_are_not_seen(tmp_path: Path) -> None:
+    dump = captured(tmp_path, Small(lambda self, x: x * 2), *[torch.ones(2)] * 4, steps="1,3")
+    assert [c.step for c in dump.ops] == [1, 3]
+
+
 def test_gradients_are_left_alone(tmp_path: Path) -> None:
     model = Small(lambda self, x: (x * self.weight).sum())
     model.weight.requires_grad_(True)
