@@ -412,8 +412,9 @@ def test_the_culprit_shows_its_failures_and_opens_the_worst(visit):
     assert page.locator("#grid-box").bounding_box()["height"] > 500
     press(page, "#grid", "End", "Home", "ArrowDown", "Enter")
     assert page.get_attribute("#grid", "aria-activedescendant") == "r1"
+    assert open_pair(page)[0] == f"{CULPRIT}/output.0"
     assert "worst row rel l2" in page.inner_text("#detail")
-    page.keyboard.press("Escape")
+    press(page, "#grid", "Escape")
     assert page.is_hidden("#detail")
     page.click("#tap-chip")
     assert shown(page) == "2,763 pairs"
