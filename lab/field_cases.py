@@ -83,13 +83,9 @@ def made(case: Path, at: Path, env: Mapping[str, str]) -> bool:
     log, began = at / "make.log", time.monotonic()
     with log.open("wb") as lines:
         code = subprocess.run(
-            ["bash", str(case / "make.sh")],
-            cwd=ROOT,
-            env=dict(env) | {"OUT": str(at)},
-            stdin=subprocess.DEVNULL,
-            stdout=lines,
-            stderr=lines,
-        ).returncode
+            ["bash", str(case / "make.sh")], cwd=ROOT, env=dict(env) | {"OUT": str(at)}, stdin=subprocess.DEVNULL,
+            stdout=lines, stderr=lines,
+        ).returncode  # fmt: skip
     print(f"  made in {time.monotonic() - began:.0f} s, exit {code}: {log}", flush=True)
     return (at / NOTES).exists()
 

@@ -7,28 +7,22 @@ host, which builds engines one after another. Not here: the cases (gate_pairs.py
 
 import hashlib
 import json
-import os
-import select
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.engine import EngineError, EngineHost
 from tiny_model import make
 
 from lab.gate_pairs import BASE, HOSTS, WAYS, GateCase, prompts
 from vllm_accprobe.gate.measure.gating import Gate, compare
 from vllm_accprobe.gate.sending import replies
 
+__all__ = ["EngineError", "GateBench", "GateOutcome"]
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1200
-
-
-class LabError(RuntimeError):
-    """An engine that did not do its job."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class GateBench:
     def __init__(self, root: Path, prompts_of: Callable[[int], list[dict[str, Any]]] = prompts):
         self.root, self._prompts = root, prompts_of
         self._name = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._host: EngineHost | None = None
 
     def judged(self, case: GateCase, floors: bool = True, heal: str = "") -> GateOutcome:
         golden = self.folder(case.model, case.golden, None, None, None, case.prompts)
@@ -102,42 +96,12 @@ class GateBench:
     def _do(self, host: str, job: dict[str, Any]) -> None:
         if self._name != host:
             self.close()
-            self._start(host)
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
-        line = process.stdout.readline() if ready else ""
-        if not line:
-            self.close()
-            raise LabError(f"no answer; see {self.root}/{host}.log")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise LabError(answer["error"])
-
-    def _start(self, host: str) -> None:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
-        env |= {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "lab" / "planted"), str(ROOT)]),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-        } | HOSTS[host]  # fmt: skip
-        with (self.root / f"{host}.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "lab" / "gate_worker.py")], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True,
-            )  # fmt: skip
-        self._name = host
+            log, worker = self.root / f"{host}.log", ROOT / "lab" / "gate_worker.py"
+            self._host, self._name = EngineHost(log, HOSTS[host], probe=False, worker=worker), host
+        assert self._host is not None
+        self._host.call(job, TIMEOUT_S)
 
     def close(self) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process, self._name = None, ""
+        if self._host is not None:
+            self._host.close()
+        self._host, self._name = None, ""

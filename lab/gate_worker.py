@@ -6,15 +6,13 @@ the same words to our plugin, which forces the tokens and writes the steps; only
 it). A job is a line of json, the answer too. Not here: the cases (gate_pairs.py), running and judging (gate_lab.py).
 """
 
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support import engine_ways, engine_worker
+from support import engine_worker
 
 from vllm_accprobe.gate.sending import passes as along
 from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -107,22 +105,10 @@ def _reply(output: Any, line: PromptLine, word: str) -> Reply:
     return Reply(line.name, 0.0, 0.0, prompt, answer, chosen, tops, _margins(tops), "length", None, None, how)
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's prints must not stand between the answers
-    if os.environ.get("ACCPROBE_TEST_V2"):
-        engine_ways.prepare_v2_runner()
-    engine_ways.fork_the_ranks() if os.environ.get("ACCPROBE_TEST_FORK") else None
-    for line in sys.stdin:
-        try:
-            fill(json.loads(line))
-            answer: dict[str, Any] = {}
-        except Exception as e:
-            traceback.print_exc()
-            answer = {"error": f"{type(e).__name__}: {e}"[:300]}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+def answered(job: dict[str, Any]) -> dict[str, Any]:
+    fill(job)
+    return {}
 
 
 if __name__ == "__main__":
-    main()
+    engine_worker.main(answered)

@@ -224,10 +224,8 @@ def generated() -> list[Case]:
     return [
         *_filled("kind", _singles("kind", RANDOM, "serial", [("float32",)])),
         *_filled("trained", _singles("trained", TRAINED, "float32", [(), ("tp2",), ("v2",)])),
-        *_filled("two", _twos()),
-        *_filled("near", nears()),
-        *EVERYWHERE,
-    ]
+        *_filled("two", _twos()), *_filled("near", nears()), *EVERYWHERE,
+    ]  # fmt: skip
 
 
 GENERATED: list[Case] = generated()

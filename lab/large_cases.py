@@ -162,35 +162,19 @@ def _any(kind: str, *factors: float, rows: bool = True, **more: Any) -> Any:
 _SCALE = _any("scale", 1.02, 1.03, 1.05, 0.97)
 _STALE = at("stale", 1.0, "position:10", "position:30", "position:200")
 _LINEAR = (
-    _SCALE,
-    column("scale", 0.012, 0.03),
-    block(1.06, 1.1),
-    _any("product", 0.03, 0.05),
-    one_of("product", 0.5),
-    _any("short", 1, 4, rows=False),
-    _any("low_sum", 32, 88, rows=False),
-    _any("coarse_input", 4, 5),
-    _any("coarse", 5, 6),
-    _STALE,
-)
+    _SCALE, column("scale", 0.012, 0.03), block(1.06, 1.1), _any("product", 0.03, 0.05), one_of("product", 0.5),
+    _any("short", 1, 4, rows=False), _any("low_sum", 32, 88, rows=False), _any("coarse_input", 4, 5),
+    _any("coarse", 5, 6), _STALE,
+)  # fmt: skip
 _NORM = (
-    _SCALE,
-    column("scale", 0.012, 0.03),
-    column("weight", 0.012, 0.03),
-    _any("coarse", 5, 6),
-    _any("add", 0.02, 0.05),
+    _SCALE, column("scale", 0.012, 0.03), column("weight", 0.012, 0.03), _any("coarse", 5, 6), _any("add", 0.02, 0.05),
     _any("low_variance", 4, 8),
-)
+)  # fmt: skip
 _ATTENTION = (
-    _any("attn", 1.02, 1.03, 0.97, rows=False),
-    _any("kernel_scale", 1.02, 1.03, 0.97),
-    _any("coarse_values", 127, 63, rows=False),
-    block(1.03, 1.06),
-    _SCALE,
-    at("cache", 0.0, "position:5", "position:12", "position:21"),
-    _any("cache", 1.05, 1.1),
-    _STALE,
-)
+    _any("attn", 1.02, 1.03, 0.97, rows=False), _any("kernel_scale", 1.02, 1.03, 0.97),
+    _any("coarse_values", 127, 63, rows=False), block(1.03, 1.06), _SCALE,
+    at("cache", 0.0, "position:5", "position:12", "position:21"), _any("cache", 1.05, 1.1), _STALE,
+)  # fmt: skip
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "linear": _LINEAR,
     "linear with bias": (*_LINEAR, _any("bias", 1.0)),

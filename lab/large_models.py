@@ -30,12 +30,9 @@ _GEMMA2: dict[str, Any] = {
 
 REAL = "llama-7b"
 _REAL: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4, "num_attention_heads": 32,
     "num_key_value_heads": 32,
-}
+}  # fmt: skip
 
 
 def _gemma2(c: dict[str, Any]) -> Iterator[Weight]:

@@ -71,29 +71,18 @@ def at(kind: str, factor: float, *rows: str) -> Maker:
 
 _SCALE = _everything("scale", 1.02, 1.03, 1.05, 1.1, 0.97)
 _LINEAR = (
-    _SCALE,
-    column("scale", 0.006, 0.012, 0.03),
-    block(1.03, 1.06),
-    _everything("product", 0.03, 0.05, 0.1),
-    one_of("product", 0.3, 0.5),
-    _everything("short", 1, 2, rows=False),
-    _everything("low_sum", 1, rows=False),
+    _SCALE, column("scale", 0.006, 0.012, 0.03), block(1.03, 1.06), _everything("product", 0.03, 0.05, 0.1),
+    one_of("product", 0.3, 0.5), _everything("short", 1, 2, rows=False), _everything("low_sum", 1, rows=False),
     _everything("coarse", 5, 6),
-)
+)  # fmt: skip
 _NORM = (
-    _SCALE,
-    column("scale", 0.006, 0.012),
-    column("weight", 0.006, 0.012),
-    _everything("coarse", 5, 6),
+    _SCALE, column("scale", 0.006, 0.012), column("weight", 0.006, 0.012), _everything("coarse", 5, 6),
     _everything("add", 0.02, 0.05),
-)
+)  # fmt: skip
 _ATTENTION = (
-    _everything("attn", 1.02, 1.03, 1.06, 0.97, rows=False),
-    block(1.03, 1.06, 0.97),
-    _SCALE,
-    at("cache", 0.0, "position:5", "position:12", "position:21"),
-    _everything("cache", 1.05, 1.1),
-)
+    _everything("attn", 1.02, 1.03, 1.06, 0.97, rows=False), block(1.03, 1.06, 0.97), _SCALE,
+    at("cache", 0.0, "position:5", "position:12", "position:21"), _everything("cache", 1.05, 1.1),
+)  # fmt: skip
 OPTIONS: dict[str, tuple[Maker, ...]] = {
     "linear": _LINEAR,
     "linear with bias": (*_LINEAR, _everything("bias", 0.3, 1.0)),

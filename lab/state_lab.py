@@ -186,20 +186,13 @@ def serve(
     return done
 
 
-def metrics(llm: Any) -> dict[str, float]:
-    """vLLM's counters that say whether a case was one: preemptions, prefix_hits, drafted."""
-    found = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
-    names = {"preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits",
-             "drafted": "vllm:spec_decode_num_draft_tokens",
-             "accepted": "vllm:spec_decode_num_accepted_tokens"}  # fmt: skip
-    return {short: float(found.get(name, 0)) for short, name in names.items()}
-
-
 def run(
     model: Path, out: Path | None, asks: Sequence[Ask], plant: Plant | None = None, mode: str = "sample",
     rounds: int = 1, between: Callable[[Any], None] | None = None, env: dict[str, str] | None = None, **args: Any,
 ) -> Ran:  # fmt: skip
     """One engine, its requests (``rounds`` times, under new names), its end. between: called with it after a round."""
+    from support.engine_worker import counters
+
     with engine(model, out, mode, env, **args) as llm:
         before = plant(llm) if plant is not None else None
         tokens: dict[str, list[int]] = {}
@@ -208,7 +201,7 @@ def run(
             tokens |= serve(llm, named, before)
             if between is not None:
                 between(llm)
-        found = metrics(llm)
+        found = counters(llm)
     return Ran(out or Path(), tokens, found)
 
 

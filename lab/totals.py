@@ -105,12 +105,9 @@ def totals(outcomes: Iterable[Outcome]) -> list[Total]:
     def place(key: tuple[str, str, bool]) -> tuple:
         kind = key[0]
         return (
-            kind.startswith("clean"),
-            order.index(kind) if kind in order else len(order),
-            kind,
-            key[1] != TUNED,
+            kind.startswith("clean"), order.index(kind) if kind in order else len(order), kind, key[1] != TUNED,
             key[2],
-        )
+        )  # fmt: skip
 
     return [_total(*key, places[key]) for key in sorted(places, key=place)]
 
@@ -133,15 +130,9 @@ HEAD = ("group", "half", "replay", "verdict fail", "culprit first", "both named"
 def _cells(t: Total) -> tuple[str, ...]:
     errors = f"; {t.errors} errors" if t.errors else ""
     return (
-        t.group,
-        t.half,
-        "yes" if t.replay else "no",
-        share(t.fail, t.faults) + errors,
-        share(t.first, t.faults),
-        share(t.both, t.twos),
-        share(t.alarms, t.clean),
-        "; ".join(t.missed),
-    )
+        t.group, t.half, "yes" if t.replay else "no", share(t.fail, t.faults) + errors, share(t.first, t.faults),
+        share(t.both, t.twos), share(t.alarms, t.clean), "; ".join(t.missed),
+    )  # fmt: skip
 
 
 def text(found: Sequence[Total]) -> str:

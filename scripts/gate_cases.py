@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in (".", "tests", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from lab.gate_lab import GateBench, GateOutcome, LabError  # noqa: E402
+from lab.gate_lab import EngineError, GateBench, GateOutcome  # noqa: E402
 from lab.gate_pairs import CLEAN, FAULTS, WAYS, GateCase  # noqa: E402
 
 _HEADER = ("", "half", "case", "verdict", "p", "× floor", "without a floor", "condition")
@@ -51,7 +51,7 @@ def main() -> int:
             try:
                 outcome = bench.judged(case)
                 alone = bench.judged(case, floors=False)
-            except LabError as error:
+            except EngineError as error:
                 print(_line(("error", case.half, case.title, str(error)[:80], "", "", "", "")), flush=True)
                 continue
             done.append(outcome)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in (".", "tests", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from lab.gate_lab import GateBench, LabError  # noqa: E402
+from lab.gate_lab import EngineError, GateBench  # noqa: E402
 from lab.gate_pairs import GateCase, prompts  # noqa: E402
 
 _L = "model.layers"
@@ -71,7 +71,7 @@ def main() -> int:
             chosen += 1
             try:
                 gates = [bench.judged(case, heal=heal).gate for heal in ("", globs)]
-            except LabError as error:
+            except EngineError as error:
                 print(f"| {case.title} | error: {error} | | | |", flush=True)
                 continue
             good += gates[0].verdict == "fail" and gates[1].verdict == "pass"

@@ -229,14 +229,10 @@ def _chunk_positions(p: Tensor) -> Tensor:
 
 
 POSITIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "positions further": lambda p, n: p + n,
-    "positions of rows": lambda p, n: (p * 0 + 1).cumsum(0) - 1,
-    "positions of chunks": lambda p, n: _chunk_positions(p),
-    "positions of neighbours": lambda p, n: p.roll(1, 0),
-    "backwards": lambda p, n: -p,
-    "angles": lambda p, n: p * n,
-    "positions in bf16": lambda p, n: p.bfloat16().float(),
-}
+    "positions further": lambda p, n: p + n, "positions of rows": lambda p, n: (p * 0 + 1).cumsum(0) - 1,
+    "positions of chunks": lambda p, n: _chunk_positions(p), "positions of neighbours": lambda p, n: p.roll(1, 0),
+    "backwards": lambda p, n: -p, "angles": lambda p, n: p * n, "positions in bf16": lambda p, n: p.bfloat16().float(),
+}  # fmt: skip
 TABLES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "table in bits": lambda t, n: _rounded(t, n),
     "table in fp8": lambda t, n: _fp8(t),
@@ -310,12 +306,9 @@ def _gelu(x: Tensor, how: str = "none") -> Tensor:
 
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu,
-    "gelu by tanh": lambda x: _gelu(x, "tanh"),
-    "quick gelu": lambda x: x * (1.702 * x).sigmoid(),
-    "relu": lambda x: x.relu(),
-    "sigmoid": lambda x: x.sigmoid(),
-}
+    "gelu": _gelu, "gelu by tanh": lambda x: _gelu(x, "tanh"), "quick gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "relu": lambda x: x.relu(), "sigmoid": lambda x: x.sigmoid(),
+}  # fmt: skip
 ACTIVATION: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     **{name: (lambda x, g, u, n, f=f: f(g) * u) for name, f in ACTS.items()},
     "exchanged": lambda x, g, u, n: _silu(u) * g,
@@ -352,19 +345,17 @@ def _zeroed(k: Tensor, v: Tensor, first: int, stop: int | None) -> tuple[Tensor,
 
 
 PAST: dict[str, Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]] = {
-    "keys and values exchanged": lambda k, v, now, n: (v, k),
-    "keys for values": lambda k, v, now, n: (k, k),
+    "keys and values exchanged": lambda k, v, now, n: (v, k), "keys for values": lambda k, v, now, n: (k, k),
     "one position late": lambda k, v, now, n: (k.roll(1, 0), v.roll(1, 0)),
     "step not written": lambda k, v, now, n: _zeroed(k, v, now, None),
     "earlier steps lost": lambda k, v, now, n: _zeroed(k, v, 0, now),
     "position lost": lambda k, v, now, n: _zeroed(k, v, int(n), int(n) + 1),
     "key heads further": lambda k, v, now, n: (k.roll(-int(n), 1), v.roll(-int(n), 1)),
     "last head for all": lambda k, v, now, n: (k[:, -1:].expand_as(k), v[:, -1:].expand_as(v)),
-    "cache times": lambda k, v, now, n: (n * k, n * v),
-    "cache in fp8": lambda k, v, now, n: (_fp8(k), _fp8(v)),
+    "cache times": lambda k, v, now, n: (n * k, n * v), "cache in fp8": lambda k, v, now, n: (_fp8(k), _fp8(v)),
     "values in int8": lambda k, v, now, n: (k, _codes(v, 127.0)),
     "values in bits": lambda k, v, now, n: (k, _rounded(v, n)),
-}
+}  # fmt: skip
 """Keys and values of one request, and the first position of this step, as they are read instead."""
 
 
@@ -496,13 +487,11 @@ def _experts(x: Tensor, dense: Tensor, w13: Tensor, w2: Tensor, act: Callable[[T
 
 
 COUNTED: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "counted 1": lambda w, own, n: w * 0.0 + 1.0,
-    "weights squared": lambda w, own, n: w.square(),
+    "counted 1": lambda w, own, n: w * 0.0 + 1.0, "weights squared": lambda w, own, n: w.square(),
     "weights reversed": lambda w, own, n: w.flip(-1),
-    "first alone": lambda w, own, n: w * ((w * 0.0 + 1.0).cumsum(-1) <= n),
-    "one left out": lambda w, own, n: w * ~own,
+    "first alone": lambda w, own, n: w * ((w * 0.0 + 1.0).cumsum(-1) <= n), "one left out": lambda w, own, n: w * ~own,
     "one times": lambda w, own, n: w * (1.0 + (n - 1.0) * own),
-}
+}  # fmt: skip
 """The weights [rows, chosen] as they count; own: which are those of the one expert."""
 EXPERTS = (*COUNTED, "gelu", "exchanged", "weights on input", "experts further", "input in fp8", "inner in fp8",
            "weights in int8", "as it is")  # fmt: skip
@@ -637,18 +626,12 @@ class Spoiler:
 
 
 WHOLE: dict[str, Callable[[Spoiler, Tensor, float], Tensor]] = {
-    "times": lambda s, t, n: t * n,
-    "plus": lambda s, t, n: t + n,
-    "never written": lambda s, t, n: t * 0.0,
-    "rows further": lambda s, t, n: t.roll(int(n), 0),
-    "rows reversed": lambda s, t, n: t.flip(0),
-    "bits": lambda s, t, n: _rounded(t, n),
-    "bits cut off": lambda s, t, n: _rounded(t, n, cut=True),
-    "fp8": lambda s, t, n: _fp8(t),
-    "int8": lambda s, t, n: _codes(t, 127.0),
-    "cut at": lambda s, t, n: t.clamp(-n, n),
+    "times": lambda s, t, n: t * n, "plus": lambda s, t, n: t + n, "never written": lambda s, t, n: t * 0.0,
+    "rows further": lambda s, t, n: t.roll(int(n), 0), "rows reversed": lambda s, t, n: t.flip(0),
+    "bits": lambda s, t, n: _rounded(t, n), "bits cut off": lambda s, t, n: _rounded(t, n, cut=True),
+    "fp8": lambda s, t, n: _fp8(t), "int8": lambda s, t, n: _codes(t, 127.0), "cut at": lambda s, t, n: t.clamp(-n, n),
     "wrapped": lambda s, t, n: (t + n) % (2.0 * n) - n,
-}
+}  # fmt: skip
 SOME = ("columns times", "columns at 0", "columns stale", "output of before")
 
 

@@ -528,12 +528,10 @@ def tapped(site: Site) -> None:
 KINDS: dict[str, Callable[[Site], None]] = {
     f.__name__: f
     for f in (
-        *(scale, add, jitter, zero, nan, coarse, stale, logits, head),
-        *(product, short, low_sum, coarse_input, bias),
+        *(scale, add, jitter, zero, nan, coarse, stale, logits, head), *(product, short, low_sum, coarse_input, bias),
         *(eps, low_variance, act, coarse_sigmoid, rope, angle, coarse_table),
-        *(attn, kernel_scale, cache, coarse_values, slot, block, expert, route),
-        *(weight, noise, setting, tapped),
+        *(attn, kernel_scale, cache, coarse_values, slot, block, expert, route), *(weight, noise, setting, tapped),
         *(given, wired, placed, pooled, adapted),
     )
-}
+}  # fmt: skip
 EARLY = ("weight", "noise")

@@ -154,18 +154,12 @@ class EarlyV2:
         positions = torch.cat([begins[name] + torch.arange(counts[name]) for name in names])
         n = int(scheduled.sum())
         values: dict[str, Any] = {
-            "req_ids": names,
-            "num_reqs": len(names),
-            "idx_mapping_np": slots,
-            "num_scheduled_tokens": scheduled,
-            "num_tokens": n,
-            "num_tokens_after_padding": n,
-            "query_start_loc_np": np.concatenate([[0], np.cumsum(scheduled)]),
-            "input_ids": 100 + torch.arange(n),
-            "positions": positions,
-            "num_computed_tokens_np": np.array([begins[name] for name in names]),
+            "req_ids": names, "num_reqs": len(names), "idx_mapping_np": slots, "num_scheduled_tokens": scheduled,
+            "num_tokens": n, "num_tokens_after_padding": n,
+            "query_start_loc_np": np.concatenate([[0], np.cumsum(scheduled)]), "input_ids": 100 + torch.arange(n),
+            "positions": positions, "num_computed_tokens_np": np.array([begins[name] for name in names]),
             "prefill_len_np": self.req_states.prefill_len.np[slots],
-        }
+        }  # fmt: skip
         return self.batch_class(**{f.name: values[f.name] for f in fields(self.batch_class)})
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dump.errcheck_reports import report
@@ -44,13 +45,15 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def under(tmp_path: Path, *script: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def under(tmp_path: Path, *script: str, begins: tuple[str, ...] = ("-m", "vllm_accprobe.cli")) -> Any:
+    """Ends after a moment of grace where ``begins`` is a program that does so."""
     (tmp_path / "engine.py").write_text(SCRIPT)
-    accprobe = [sys.executable, "-m", "vllm_accprobe.cli", "errcheck", "--dir", str(tmp_path / "d"), *options]
+    accprobe = [sys.executable, *begins, "errcheck", "--dir", str(tmp_path / "d")]
+    exits = ["--exit", "--kinds", "nan"] if "exit" in script[-1] else []
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
     env["PYTHONPATH"] = str(Path(__file__).parents[1])
     return subprocess.run(
-        [*accprobe, "--", sys.executable, str(tmp_path / "engine.py"), *script],
+        [*accprobe, *exits, "--", sys.executable, str(tmp_path / "engine.py"), *script],
         env=env, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -87,17 +90,10 @@ def test_only_closed_reports_of_nothing_are_removed(tmp_path: Path, more: dict[s
 
 
 def test_exit_ends_a_command_that_does_not_end_itself(tmp_path: Path) -> None:
-    program = tmp_path / "short.py"
-    program.write_text(
+    short = (
         "import sys\nfrom vllm_accprobe.cli import errcheck, main\nerrcheck._GRACE_S = 0.5\n"
-        "sys.exit(main(['errcheck', '--dir', sys.argv[1], '--exit', '--kinds', 'nan', '--', *sys.argv[2:]]))\n"
+        "sys.exit(main(sys.argv[1:]))"
     )
-    (tmp_path / "engine.py").write_text(SCRIPT)
-    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
-    env["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "d"), sys.executable, str(tmp_path / "engine.py"), "bad", "0",
-         "nan,exit"], env=env, capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    done = under(tmp_path, "bad", "0", "nan,exit", begins=("-c", short))
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("errcheck: first: NaN")

@@ -9,7 +9,6 @@ import torch
 from fake_runners import PARALLEL, Output, more, new, without_vllm
 from test_runner_steps import Runner
 
-from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.rows import Scheduled
 from vllm_accprobe.capture.teacher_forcing import ForcingObserver, first_of_replica, replaced, tokens_of_rows
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
@@ -143,17 +142,6 @@ def test_rows_get_the_token_that_follows_what_is_computed() -> None:
 def test_other_rows_than_the_batch_has_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="the sampler has 3 rows, the batch 2"):
         replaced((torch.zeros(3), None), [1, 2])
-
-
-def test_a_module_and_a_plain_object_are_wrapped_alike() -> None:
-    class Sampler(torch.nn.Module):
-        def sample(self, logits: int) -> int:
-            return logits + 1
-
-    for sampler in (Sampler(), Plain(sample=lambda logits: logits + 1)):
-        assert wrap_method(sampler, "sample", lambda original, logits: original(logits) * 10) is not None
-        assert sampler.sample(1) == 20
-    assert wrap_method(None, "sample", lambda original: None) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

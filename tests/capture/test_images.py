@@ -97,28 +97,3 @@ def test_a_picture_whose_content_is_unknown_is_not_another_picture():
     assert pair_requests([request("")], [request("abc")]).images_differ == []
     assert pair_requests([request("abc")], [request("abd")]).images_differ != []
     assert pair_requests([request("")], [request()]).images_differ != []
-
-
-class Everywhere(Model):
-    """One activation in the tower and in the language model, as vLLM's registry of activations gives."""
-
-    def __init__(self):
-        super().__init__()
-        shared = torch.nn.GELU()
-        self.visual = torch.nn.Sequential(
-            torch.nn.Linear(4, 4), shared, torch.nn.Flatten(0), torch.nn.Unflatten(0, (-1, 8))
-        )
-        self.language_model.act = shared
-        forward = self.language_model.forward
-        self.language_model.forward = lambda input_ids, features: shared(forward(input_ids, features))
-
-
-def test_one_instance_in_tower_and_language_model_has_the_rows_of_each(tmp_path):
-    torch.manual_seed(0)
-    model, pixels = Everywhere(), torch.randn(6, 4)
-    with Probe(model, dir=str(tmp_path / "d")), torch.no_grad():
-        model(torch.tensor([PROMPT]), pixels=pixels)
-    dump = open_dump(tmp_path / "d")
-    assert dump.problems == []
-    rows = {r.tap: (r.rows, r.shape) for r in dump.records if r.cls == "GELU" and r.role == "output.0"}
-    assert rows == {"visual.1": ("vision/2", (6, 4)), "language_model.act": ("tokens", (6, 8))}

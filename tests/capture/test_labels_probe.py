@@ -66,29 +66,6 @@ def test_only_selected_steps_and_requests_are_labelled(tmp_path: Path) -> None:
     assert [(r.step, r.shape) for r in records] == [(1, (4, 8)), (1, (4, 8))]
 
 
-def test_names_used_twice_are_told_apart_by_order(tmp_path: Path) -> None:
-    model = Toy()
-    first = model.layers[0]
-    inner = first.forward
-
-    def forward(hidden_states: torch.Tensor, *, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
-        for k in range(2):
-            set_label("pta", "x", hidden_states + k)
-        for k in range(2):
-            set_label("acl", "x", hidden_states + k)
-        return inner(hidden_states, positions=positions)
-
-    first.forward = forward
-    with Probe(model, dir=str(tmp_path / "d")):
-        model(IDS)
-    dump = open_dump(tmp_path / "d")
-    calls = {(r.role, r.call): np.array(dump.read(r)) for r in dump.records if r.tap == "label:x"}
-    assert sorted(calls) == [("acl", 0), ("acl", 1), ("pta", 0), ("pta", 1)]
-    for call in (0, 1):
-        assert np.array_equal(calls["pta", call], calls["acl", call])
-    assert not np.array_equal(calls["pta", 0], calls["pta", 1])
-
-
 def test_of_a_part_of_a_rank_nobody_says_that_it_is_whole() -> None:
     from vllm_accprobe.capture.core.layout import Layouts
 
@@ -127,12 +104,10 @@ def test_wrong_use_is_said_once_counted_and_harms_nothing(tmp_path: Path, caplog
     assert dump.problems == []
     reasons = {s.reason: s.count for s in dump.skips if s.tap.startswith("label:")}
     assert reasons == {
-        "data_src is 'gpu', not 'pta' or 'acl'": 2,
-        "data_id is not what gen_id() gives: a short text": 2,
-        "data_val and tensor_path are both missing": 2,
-        "tensor_path is no path": 2,
+        "data_src is 'gpu', not 'pta' or 'acl'": 2, "data_id is not what gen_id() gives: a short text": 2,
+        "data_val and tensor_path are both missing": 2, "tensor_path is no path": 2,
         "a label outside of the model's forward": 1,
-    }
+    }  # fmt: skip
     assert caplog.text.count("set_label: ") == 4
     assert len([r for r in dump.records if r.tap == "label:list"]) == 2
 

@@ -36,15 +36,9 @@ class Odd(torch.nn.Module):
     def forward(self, x: torch.Tensor, count: int, *, extra: dict[str, torch.Tensor]) -> Any:
         rows = x.reshape(-1, x.shape[-1])
         return (
-            rows.t(),
-            torch.complex(rows, rows).conj().imag,
-            rows.to_sparse(),
-            rows[:, :0],
-            torch.tensor(count),
-            None,
-            [rows.double(), {"deep": rows.to(torch.float16)}],
-            torch.arange(3 * len(rows)).reshape(3, len(rows)),
-        )
+            rows.t(), torch.complex(rows, rows).conj().imag, rows.to_sparse(), rows[:, :0], torch.tensor(count), None,
+            [rows.double(), {"deep": rows.to(torch.float16)}], torch.arange(3 * len(rows)).reshape(3, len(rows)),
+        )  # fmt: skip
 
 
 class Exact(torch.nn.Module):
@@ -65,15 +59,12 @@ class Exact(torch.nn.Module):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "tensor": {},
-    "stats": {"task": "stats"},
-    "padded": {"mask": True},
+    "tensor": {}, "stats": {"task": "stats"}, "padded": {"mask": True},
     "some_rows": {"requests": "call-1,call-2,call-4"},
     "operators": {"ops": True, "steps": "0-1", "parts": "output", "modules": "first,embed"},
-    "padded, as a device's": {"staged": True, "mask": True},
-    "tensor, decided anew each time": {"forgetful": True},
+    "padded, as a device's": {"staged": True, "mask": True}, "tensor, decided anew each time": {"forgetful": True},
     "stats, decided anew each time": {"forgetful": True, "task": "stats"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

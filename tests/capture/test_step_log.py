@@ -24,10 +24,8 @@ def test_lines_are_added_to_those_of_an_earlier_engine(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[0]["requests"] == [["p0", 0, 64], ["p1.pass1", 64, 1]]
     assert (path.name, path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (
-        "steps-rank0.jsonl",
-        0o600,
-        0o700,
-    )
+        "steps-rank0.jsonl", 0o600, 0o700,
+    )  # fmt: skip
 
 
 def test_a_killed_process_has_written_all_but_the_last_moment(tmp_path: Path) -> None:

@@ -79,8 +79,6 @@ def test_each_change_is_read_once(tmp_path: Path, said: list[str], monkeypatch: 
 
 @pytest.mark.parametrize(("harm", "why"), [
     (lambda p: p.write_text("{"), "it is no json"),
-    (lambda p: p.write_text('{"requets": "a"}'), "did you mean requests?"),
-    (lambda p: p.chmod(0o644), "its mode is 0644, and only 0600 is believed"),
     (lambda p: (p.unlink(), p.symlink_to("/etc/passwd")), "it is a link"),
     (lambda p: (p.unlink(), os.mkfifo(p, 0o600)), "it is no plain file"),
 ])  # fmt: skip

@@ -60,11 +60,8 @@ def test_two_highest_by_hand() -> None:
     np.testing.assert_allclose(undecided(GOLDEN, MINE, 2), expected, atol=1e-12)
     assert np.isnan(undecided(GOLDEN, MINE, 4)).all()
     assert np.isnan(undecided(GOLDEN, MINE[:, :3], 2)).all()
-
-
-def test_an_exact_tie_on_one_side_leaves_the_choice_open() -> None:
-    found = undecided(np.array([[1.0, 2.0, 0.5]]), np.array([[1.0, 2.0, 1.0]]), 2)
-    np.testing.assert_array_equal(found, [[0.5, 0.0, 1.0]])
+    tie = undecided(np.array([[1.0, 2.0, 0.5]]), np.array([[1.0, 2.0, 1.0]]), 2)
+    np.testing.assert_array_equal(tie, [[0.5, 0.0, 1.0]])  # exact on one side: it leaves the choice open
 
 
 def test_only_rows_whose_logits_are_near_are_left_out() -> None:
@@ -107,11 +104,14 @@ def best(logits, ids):
         (best([2.0, 1.0], [5, 6]), best([2.0, 1.0], [5, 6]), (5, 6), True, SAMPLED),
         (best([2.0, 2.0], [5, 6]), best([2.0, 2.0], [5, 6]), (5, 6), True, NEAR_TIE),  # an exact tie, either may win
         (best([2.0, 1.0], [5, 6]), best([2.0, 1.0], [5, 6]), (6, 5), True, RANDOM),
+        (best([3.0, 1.0], [7, 4]), best([np.nan, np.nan], [0, 1]), (7, 0), None, UPSTREAM),  # in front of the sampler
+        (best([np.nan, np.nan], [0, 1]), best([3.0, 1.0], [7, 4]), (0, 7), None, UPSTREAM),
         (None, best([2.0, 1.0], [5, 6]), (5, 6), None, UNKNOWN),
         (None, None, (5, 6), False, UPSTREAM),
     ],
 )
 def test_whose_fault_a_flip_is(golden, mine, tokens, agree, why):
+    assert (best([2.5, 1.0], [1, 2]).margin, best([2.5], [1]).margin) == (1.5, None)
     assert judge_flip(golden, mine, Flip(0, 1, 3, 2, *tokens), agree) == why
 
 
@@ -145,18 +145,6 @@ def test_whose_fault_a_flip_of_masked_logits_is(masks, tokens, why):
     plain = best([2.0, 1.0], [5, 6])
     assert judge_flip(plain, plain, Flip(0, 1, 3, 2, *tokens), True, masks) == why
     assert judge_flip(plain, plain, Flip(0, 1, 3, 2, *tokens), False, masks) == UPSTREAM
-
-
-def test_margin():
-    assert best([2.5, 1.0], [1, 2]).margin == 1.5
-    assert best([2.5], [1]).margin is None
-
-
-def test_one_sides_nan_is_an_error_in_front_of_the_sampler():
-    nan = best([np.nan, np.nan], [0, 1])
-    right = best([3.0, 1.0], [7, 4])
-    assert judge_flip(right, nan, Flip(0, 1, 3, 2, 7, 0), None) == UPSTREAM
-    assert judge_flip(nan, right, Flip(0, 1, 3, 2, 0, 7), None) == UPSTREAM
 
 
 @pytest.mark.parametrize(
@@ -284,12 +272,9 @@ def test_roles_of_routing():
     assert [is_choice(f"input.{r}", "Experts") for r in names] == [True, True, True, True, False]
     assert is_weight("input.topk_weights", "Experts")
     assert not is_weight("param.weight", "Linear")
-
-
-def test_outputs_of_a_router_of_transformers_are_logits_weights_and_experts():
-    router = "DeepseekV3TopkRouter", "Qwen3MoeTopKRouter", "Linear"
-    assert [is_weight("output.1", c) for c in router] == [True, True, False]
-    assert [is_choice("output.2", c) for c in router] == [True, True, False]
+    router = "DeepseekV3TopkRouter", "Qwen3MoeTopKRouter", "Linear"  # of transformers: logits, weights, experts
+    for found in ([is_weight("output.1", c) for c in router], [is_choice("output.2", c) for c in router]):
+        assert found == [True, True, False]
     assert not any(is_weight("output.0", c) or is_choice("output.0", c) for c in router)
 
 

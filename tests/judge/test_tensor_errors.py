@@ -28,15 +28,12 @@ from vllm_accprobe.standards.limits import Standard
 SUMS = np.array([[0.04, 1.0], [4.0, 0.0], [0.4, 0.0], [0.01, 0.0], [4.0, 4.0], [0.2, 2.0]])
 
 
-def test_errors_and_slopes():
+def test_errors_slopes_and_offsets():
     err, slope, sure = column_signs(SUMS)
     # half the typical column's power, a quarter of the median 2, stands for the column that is 0
     assert err.tolist() == pytest.approx([0.1, 1.0 / 0.5**0.5])
     assert slope.tolist() == pytest.approx([0.1, 0.0])
     assert sure.tolist() == pytest.approx([4.0, 0.0])
-
-
-def test_offsets():
     offset, sure = column_offsets(SUMS)
     assert offset.tolist() == pytest.approx([0.05, 0.5 / 0.125**0.5])
     assert sure.tolist() == pytest.approx([1.0, 2.0])
@@ -48,14 +45,6 @@ def test_what_is_worked_out_once():
     assert columns.worst_err == pytest.approx(2.0**0.5)
     assert columns.most_sure == pytest.approx(4.0)
     assert columns.uneven(2.0**-8) == pytest.approx((columns.worst_err / columns.usual_err, 4.0))
-
-
-@pytest.mark.parametrize(
-    ("role", "kind"),
-    [("input.x", INPUT), ("output.0", OUTPUT), ("inplace.x", OUTPUT), ("value", OUTPUT), ("param.weight", PARAM)],
-)
-def test_kinds_of_roles(role, kind):
-    assert kind_of(role) == kind
 
 
 def test_rows_that_broke():
@@ -72,18 +61,18 @@ def test_spread():
     assert spread(keys, np.zeros(0, np.int64), np.zeros(0)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("tap", "operator"),
-    [
-        ("model.layers.3.mlp.down_proj", "model.layers.*.mlp.down_proj"),
-        ("h.10", "h.*"),
-        ("fc1.x2", "fc1.x2"),
-        ("experts.0.1", "experts.*.*"),
-    ],
-)
+@pytest.mark.parametrize(("tap", "operator"), [
+    ("model.layers.3.mlp.down_proj", "model.layers.*.mlp.down_proj"), ("h.10", "h.*"), ("fc1.x2", "fc1.x2"),
+    ("experts.0.1", "experts.*.*"),
+])  # fmt: skip
 def test_operators_are_named_without_numbers(tap, operator):
     assert operator_of(tap) == operator
     assert kind_of_place(tap, "output.0") == f"{operator}|output.0"
+
+
+def test_kinds_of_roles():
+    kinds = {"input.x": INPUT, "output.0": OUTPUT, "inplace.x": OUTPUT, "value": OUTPUT, "param.weight": PARAM}
+    assert {role: kind_of(role) for role in kinds} == kinds
 
 
 def test_a_row_fails_by_the_measure_that_shows_the_fault():

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Tree
 from vllm_accprobe.align.tokens import NO_ROWS, RowSet, make_key
-from vllm_accprobe.judge.origins import LONG, Influence, Prefixes, find_origins
+from vllm_accprobe.judge.origins import Influence, find_origins
 from vllm_accprobe.judge.siblings import GAIN
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
@@ -154,20 +154,6 @@ def test_what_is_asked_grows_as_the_taps_do(bad: bool, monkeypatch: pytest.Monke
     assert counts[1] < 2.5 * counts[0], counts  # pair by pair it is four times
 
 
-def test_a_list_that_is_another_or_holds_the_place_itself_is_not_gone_on_from() -> None:
-    traces, _ = flat(3 * LONG, bad=False, jump=1 << 30)
-    sink, first, longer = traces[-1], traces[:LONG], traces[: LONG + 2]
-    known: Prefixes[str] = Prefixes()
-    known.keep(("a",), first, sink, "of the first")
-    assert known.begun(("a",), longer, sink) == (LONG, "of the first")
-    assert known.begun(("b",), longer, sink) == (0, None)
-    assert known.begun(("a",), first[:-1], sink) == (0, None)
-    assert known.begun(("a",), [traces[0], *traces[2:]], sink) == (0, None)
-    assert known.begun(("a",), longer, traces[3]) == (0, None)
-    known.keep(("c",), first, first[2], "never kept")
-    assert known.begun(("c",), longer, sink) == (0, None)
-
-
 def tensor(seen, rows, err, vision=False, everywhere=0.0):
     return TensorErrors("t", "output.0", 0, "output", 0, 0.0, RowSet(seen), rows, err, everywhere, vision)
 
@@ -226,4 +212,3 @@ def test_what_is_remembered_stays_within_its_bound():
         for i, source in enumerate(sources):
             assert influence.again(source, "rel", source.err, False, rows, True).max() == i
     assert influence._bytes <= 20_000
-    assert len(influence._found) == 2

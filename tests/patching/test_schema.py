@@ -50,17 +50,9 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "why"), [
-    ("out[0].x['k'][-1]", "__import__('os').system('id')", "is not a path of names"),
-    ("out[0].x['k'][-1]", "x if y else z", "is not a path of names"),
-    ("out[0].x['k'][-1]", "a + b", "is not a path of names"),
-    ("out[0].x['k'][-1]", "a[b]", "is not a path of names"),
-    ("out[0].x['k'][-1]", "a[1:2]", "is not a path of names"),
-    ("out[0].x['k'][-1]", "(a := b)", "is not a path of names"),
-    ("out[0].x['k'][-1]", "[x for x in y]", "is not a path of names"),
-    ("out[0].x['k'][-1]", "a[True]", "is not a path of names"),
-    ("out[0].x['k'][-1]", "f'{a}'", "is not a path of names"),
-    ("out[0].x['k'][-1]", "a; b", "is not a path of names"),
-    ("out[0].x['k'][-1]", "3", "is not a path of names"),
+    *(("out[0].x['k'][-1]", value, "is not a path of names") for value in (
+        "__import__('os').system('id')", "x if y else z", "a + b", "a[b]", "a[1:2]", "(a := b)", "[x for x in y]",
+        "a[True]", "f'{a}'", "a; b", "3")),
     ('"result"', '"q"', "at return a value begins with result"),
     ('at = "return"', 'at = "exit"', "not entry or return"),
     ('label = "pta"', 'label = "gpu"', "not pta or acl"),

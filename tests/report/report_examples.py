@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,13 @@ from vllm_accprobe.comparison.result import Comparison, Pair
 from vllm_accprobe.comparison.row_table import RowTable, ValueSample
 
 LAYER_TAPS = [
-    ("input_layernorm", "RMSNorm"),
-    ("self_attn.qkv_proj", "QKVParallelLinear"),
-    ("self_attn.q_norm", "RMSNorm"),
-    ("self_attn.k_norm", "RMSNorm"),
-    ("self_attn.rotary_emb", "RotaryEmbedding"),
-    ("self_attn.attn", "Attention"),
-    ("self_attn.o_proj", "RowParallelLinear"),
-    ("self_attn", "Qwen3Attention"),
-    ("post_attention_layernorm", "RMSNorm"),
-    ("mlp.gate_up_proj", "MergedColumnParallelLinear"),
-    ("mlp.act_fn", "SiluAndMul"),
-    ("mlp.down_proj", "RowParallelLinear"),
-    ("mlp", "Qwen3MLP"),
+    ("input_layernorm", "RMSNorm"), ("self_attn.qkv_proj", "QKVParallelLinear"), ("self_attn.q_norm", "RMSNorm"),
+    ("self_attn.k_norm", "RMSNorm"), ("self_attn.rotary_emb", "RotaryEmbedding"), ("self_attn.attn", "Attention"),
+    ("self_attn.o_proj", "RowParallelLinear"), ("self_attn", "Qwen3Attention"),
+    ("post_attention_layernorm", "RMSNorm"), ("mlp.gate_up_proj", "MergedColumnParallelLinear"),
+    ("mlp.act_fn", "SiluAndMul"), ("mlp.down_proj", "RowParallelLinear"), ("mlp", "Qwen3MLP"),
     ("", "Qwen3DecoderLayer"),
-]
+]  # fmt: skip
 
 
 def pair(**changes: Any) -> Pair:
@@ -45,21 +38,13 @@ def pair(**changes: Any) -> Pair:
 
 def comparison(**changes: Any) -> Comparison:
     """A passing comparison of no pairs, with ``changes``."""
+    run = {"vllm": "0.32.0", "platform": "cpu", "model": "tiny-qwen3", "dtype": "bfloat16"}
     values: dict[str, Any] = {
-        "golden_path": "golden",
-        "mine_path": "mine",
-        "golden_run": {"vllm": "0.32.0", "platform": "cpu", "model": "tiny-qwen3", "dtype": "bfloat16"},
-        "mine_run": {"vllm": "0.32.0", "platform": "cpu", "model": "tiny-qwen3", "dtype": "bfloat16"},
-        "pairs": [],
+        "golden_path": "golden", "mine_path": "mine", "golden_run": run, "mine_run": run, "pairs": [],
         "coverage": {"pairs": len(changes.get("pairs", ())), "rows_compared": 0, "rows_only_golden": 0,
                      "rows_only_mine": 0, "taps_only_golden": [], "taps_only_mine": [], "skipped": {}},
-        "first_divergence": None,
-        "origins": [],
-        "tokens": {"compared": 0, "flipped": []},
-        "verdict": "pass",
-        "notes": [],
-        "plan": [],
-        "standard": {"name": "accprobe"},
+        "first_divergence": None, "origins": [], "tokens": {"compared": 0, "flipped": []}, "verdict": "pass",
+        "notes": [], "plan": [], "standard": {"name": "accprobe"},
     }  # fmt: skip
     return Comparison(**(values | changes))
 
@@ -77,9 +62,11 @@ DIVERGENCE = {
 }  # fmt: skip
 
 
-def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int = 0) -> Comparison:
-    """``layers`` x 14 taps x (input, output) x ``steps``: a fault in layer 3's down_proj from step 4 (decode) on."""
-    rng = random.Random(seed)
+@cache
+def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True) -> Comparison:
+    """``layers`` x 14 taps x (input, output) x ``steps``: a fault in layer 3's down_proj from step 4 (decode) on. One
+    for all that ask: nobody changes it."""
+    rng = random.Random(0)
     taps = [("model.embed_tokens", "VocabParallelEmbedding")]
     for i in range(layers):
         taps += [(f"model.layers.{i}" + (f".{t}" if t else ""), c) for t, c in LAYER_TAPS]
@@ -107,23 +94,11 @@ def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int 
                          worst_position=13 + step, max_abs_index=(rows // 2, 37), max_abs_golden=1.5,
                          max_abs_mine=1.5 + error * 3),
                 )  # fmt: skip
-    skips = [
-        pair(
-            tap="sampler",
-            cls="Sampler",
-            role="output.token",
-            step=s,
-            order=2 * len(taps),
-            status="skip",
-            message="rows after the first flipped token",
-            limit=None,
-            cosine=None,
-            rel_l2=None,
-            worst_row_rel_l2=None,
-        )
+    pairs += [
+        pair(tap="sampler", cls="Sampler", role="output.token", step=s, order=2 * len(taps), status="skip",
+             message="rows after the first flipped token", limit=None, cosine=None, rel_l2=None, worst_row_rel_l2=None)
         for s in range(steps - 3, steps)
-    ]
-    pairs += skips
+    ]  # fmt: skip
     compared = sum(p.rows for p in pairs if p.status != "skip")
     coverage = {
         "pairs": len(pairs), "rows_compared": compared, "rows_only_golden": 16, "rows_only_mine": 0,
@@ -158,6 +133,12 @@ def row_table(entries: list[tuple[int, str, int, bool, float, float]]) -> RowTab
     )  # fmt: skip
 
 
+@cache
+def realistic_rows() -> Comparison:
+    """``realistic`` by row, see there."""
+    return with_rows(realistic())
+
+
 def with_rows(result: Comparison) -> Comparison:
     """``result`` of ``realistic`` with errors by row: step 0 is 48 rows of a, step 1 of b, then one each of a, b and c;
     a has the pair's error, the others half of it; and with samples of the failed pairs, scaled by 1.25."""
@@ -185,38 +166,19 @@ EVIL = "</script><img src=x onerror=window.pwned=1><b>\x1b[31m\u202e&amp;{{data}
 def hostile() -> Comparison:
     """Every string that a dump can choose tries to break out."""
     bad = [
-        pair(
-            tap=EVIL + str(i),
-            cls=EVIL,
-            role="output." + EVIL,
-            rule=EVIL,
-            message=EVIL,
-            status="fail",
-            worst_request=EVIL,
-            worst_position=EVIL,
-            worst_row_rel_l2=0.5,
-            prefill_rel_l2=0.5,
-            dtype_mine=EVIL,
-            order=i,
-        )
+        pair(tap=EVIL + str(i), cls=EVIL, role="output." + EVIL, rule=EVIL, message=EVIL, status="fail",
+             worst_request=EVIL, worst_position=EVIL, worst_row_rel_l2=0.5, prefill_rel_l2=0.5, dtype_mine=EVIL,
+             order=i)
         for i in range(3)
-    ]
+    ]  # fmt: skip
     rows = [(i, EVIL, k, False, 0.5, 30.0) for i in range(3) for k in range(4)]
     values = np.ones(8, np.float32)
+    origin = {"module": EVIL + "0", "class": EVIL, "role": EVIL, "request": EVIL, "phase": EVIL, "shape": EVIL}
     return comparison(
-        rows=row_table(rows),
-        samples=tuple(ValueSample(i, values, values * 2, 4, EVIL, 1) for i in range(3)),
-        pairs=bad,
-        verdict="fail",
-        golden_path=EVIL,
-        golden_run={EVIL: EVIL, "nested": {EVIL: [EVIL]}},
-        origins=[
-            ORIGIN | {"module": EVIL + "0", "class": EVIL, "role": EVIL, "request": EVIL, "phase": EVIL, "shape": EVIL}
-        ],
-        first_divergence=DIVERGENCE | {"module": EVIL, "metric": EVIL},
+        rows=row_table(rows), samples=tuple(ValueSample(i, values, values * 2, 4, EVIL, 1) for i in range(3)),
+        pairs=bad, verdict="fail", golden_path=EVIL, golden_run={EVIL: EVIL, "nested": {EVIL: [EVIL]}},
+        origins=[ORIGIN | origin], first_divergence=DIVERGENCE | {"module": EVIL, "metric": EVIL},
         tokens={"compared": 1, "flipped": [{"request": EVIL, "ordinal": EVIL, "golden": 1, "mine": EVIL}]},
-        notes=[EVIL],
-        plan=[EVIL],
-        standard={"name": EVIL, EVIL: EVIL},
+        notes=[EVIL], plan=[EVIL], standard={"name": EVIL, EVIL: EVIL},
         coverage={"pairs": 3, "rows_compared": 3, "taps_only_golden": [EVIL], "skipped": {EVIL: 1}},
-    )
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """Tier, chance, habits and what would decide, in every report: whole."""
 
 import re
+from dataclasses import replace
 from html import unescape
 
-from report_examples import EVIL, ORIGIN, comparison, hostile, realistic
+from report_examples import EVIL, ORIGIN, comparison, hostile
 
 import vllm_accprobe.report.html as html
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER
@@ -36,16 +37,8 @@ def judged():
     )  # fmt: skip
 
 
-def test_nothing_of_it_is_shown_where_nothing_is_known():
-    passing = realistic(layers=1, steps=1, fail=False)
-    for text in ("\n".join(terminal.lines(passing)), "\n".join(markdown.markdown_lines(passing)), html.page(passing)):
-        assert not re.search("this would decide|how these machines|by chance", text, re.I)
-
-
 def test_names_of_strangers_stay_names():
     """A model's path, a tap and a habit, in each report."""
-    from dataclasses import replace
-
     odd = {"tier": SIBLING_OUTLIER, "times": 2.0, "chance": 0.1, "layers": {"in": 2, "of": 2}}
     run = RUN | {"model": {"path": EVIL}, "probe": {"task": "tensor", "parts": ["output"]}}
     result = hostile()
@@ -55,7 +48,8 @@ def test_names_of_strangers_stay_names():
     )  # fmt: skip
     assert result.would_decide
     page, cell = html.page(result), notebook.repr_html(result)
-    for text in (page, cell, "\n".join(terminal.lines(result)), "\n".join(markdown.markdown_lines(result))):
+    for text in (page, cell, "\n".join(terminal.lines(result, terminal.FULL)),
+                 "\n".join(markdown.markdown_lines(result))):  # fmt: skip
         assert "\x1b" not in text
         assert "\u202e" not in text
     for text in (page, cell):

@@ -1,9 +1,8 @@
-"""The comparison as Markdown, literally, with names that try to be markup."""
+"""The comparison as Markdown and as annotations, with names that try to be markup. Whole ones: tests/freeze."""
 
 import re
 
-from report_examples import EVIL, ORIGIN, comparison, hostile, pair
-from small_examples import failing
+from report_examples import EVIL, ORIGIN, comparison, hostile, realistic
 
 from vllm_accprobe.report import markdown
 
@@ -22,15 +21,6 @@ def test_no_name_becomes_markup():
 
 
 # --- annotations on GitHub's log, with names that try to issue commands ---
-
-
-def test_a_pass_is_a_notice_and_a_failure_without_origin_an_error():
-    (line,) = markdown.github_lines(comparison(pairs=[pair()], coverage={"rows_compared": 4}))
-    assert line == "::notice title=accprobe::PASS: 1 pair and 4 rows agree within the standard 'accprobe'"
-    line, *decide = markdown.github_lines(comparison(verdict="fail", pairs=[pair(status="fail")]))
-    assert all(x.startswith("::notice title=accprobe%3A this would decide::") for x in decide)
-    assert len(decide) == 1
-    assert line == "::error title=accprobe::FAIL: 1 pair of 1 differ beyond the standard"
 
 
 def test_ten_annotations_of_a_kind_and_the_rest_is_counted():
@@ -58,7 +48,7 @@ def test_summary_is_appended_where_github_says(tmp_path, monkeypatch):
     path = tmp_path / "summary.md"
     path.write_text("before\n")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    assert markdown.write_summary(failing()) is None
+    assert markdown.write_summary(realistic()) is None
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
-    assert markdown.write_summary(failing()) == str(path)
+    assert markdown.write_summary(realistic()) == str(path)
     assert path.read_text().startswith("before\n## accprobe: FAIL\n")

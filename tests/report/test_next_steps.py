@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,9 @@ def not_replayed(root: Path) -> tuple[str, str, list[str]]:
     return norm(root, "golden", 1.0), norm(root, "mine", 1.2), ["--no-replay", "--out", "a report"]
 
 
-def inferred(root: Path, **how: bool) -> tuple[str, str, list[str]]:
-    write(capture(**ONE), root / "golden", **how)
-    write(capture(faults={DOWN: scaled(1.2)}, **ONE), root / "my mine", **how)
+def inferred(root: Path) -> tuple[str, str, list[str]]:
+    write(capture(**ONE), root / "golden")
+    write(capture(faults={DOWN: scaled(1.2)}, **ONE), root / "my mine")
     return "golden", "my mine", ["--taps", "model.layers.*,lm_head"]
 
 
@@ -68,14 +69,10 @@ def renamed(root: Path) -> tuple[str, str, list[str]]:
     return "golden", "mine", []
 
 
-def statistics(root: Path) -> tuple[str, str, list[str]]:
-    return inferred(root, payloads=False)
-
-
-def peers(name: str, mine: str = "mine", golden: str = "golden") -> Callable[[Path], tuple[str, str, list[str]]]:
+def peers(name: str) -> Callable[[Path], tuple[str, str, list[str]]]:
     def made(root: Path) -> tuple[str, str, list[str]]:
         unpack(name, root)
-        return f"{name}/{golden}", f"{name}/{mine}", []
+        return f"{name}/golden", f"{name}/mine", []
 
     return made
 
@@ -85,11 +82,8 @@ KINDS = {
     "not replayed": (not_replayed, ["compare", "inspect", "inspect", "compare"]),
     "inferred": (inferred, ["inspect", "inspect", "compare"]),
     "renamed": (renamed, ["inspect", "inspect", "compare"]),
-    "statistics": (statistics, ["inspect", "inspect", "compare"]),
     "msprobe": (peers("a_msprobe_tensor"), ["inspect", "inspect", "compare"]),
     "h5": (peers("d_xray_h5"), ["inspect", "inspect", "compare"]),
-    "msit": (peers("c_msit_torch"), ["inspect", "inspect", "compare"]),
-    "files": (peers("g_single"), ["inspect", "inspect", "compare"]),
     "atb, torch": (peers("e_atb_vs_torch"), ["inspect"]),
 }
 
@@ -160,21 +154,12 @@ def test_what_was_not_captured_is_captured_and_replayed(tmp_path, monkeypatch, c
     assert (found["origins"][0]["module"], found["origins"][0]["evidence"]) == (DOWN, "replay")
 
 
-def test_a_pass_has_nothing_to_type() -> None:
-    result = realistic(fail=False)
-    assert next_steps(result) == result.to_json()["next"] == []
-    assert terminal.next_commands(result) == []
-    assert sections.next_commands(result) == ""
-
-
 def test_all_reports_show_the_same_lines() -> None:
     result = replace(realistic(), out="o")
     lines = [line for step in next_steps(result) for line in step["command"].splitlines()]
     assert 2 < len(lines) <= 2 * MOST
     assert [line.strip() for line in terminal.next_commands(result) if line.startswith("    ")] == lines
     assert [line.strip() for line in markdown.markdown_lines(result) if line.startswith("    accprobe")] == lines
-    from html import unescape
-
     for text in (sections.next_commands(result), notebook.repr_html(result)):
         plain = unescape(re.sub(r"<[^>]+>", "", text))  # the page marks the words of a line
         assert all(line in plain for line in lines)

@@ -61,11 +61,6 @@ def test_what_is_missing_and_what_to_set_so_that_it_is_not():
         prompt_lines(of(run={"tool": "msprobe"}), [], None)
 
 
-def test_ids_that_are_not_the_prompt_by_its_hash():
-    other = ((Segment(4, 0, 5, 0),), [0, 0, 0, 0, 1 << 40])
-    assert "the dump's hash of the prompt is another" in prompt_lines(of(other), [], None)[0]
-
-
 def test_a_request_has_to_be_one():
     dump = of(WHOLE)
     dump.requests[0, 9] = replace(dump.requests[0, 4], req=9, id="b", internal_id="b-0", prompt="0" * 32, prompt_len=2)
@@ -108,11 +103,8 @@ def test_text_where_a_tokenizer_is_given_also_of_characters_in_parts(tokenizer, 
     assert len(texts) == len(ids)
     assert "".join(texts) == said
     assert load_tokenizer(tmp_path / "tokenizer.json")([0, 1 << 20, ids[0], -1]) == [
-        "<s>",
-        "<1048576>",
-        "hello"[: len(texts[0])],
-        "<-1>",
-    ]
+        "<s>", "<1048576>", "hello"[: len(texts[0])], "<-1>",
+    ]  # fmt: skip
     cut = load_tokenizer(tmp_path)([*tokenizer.encode("世").ids[:1], 1 << 20])
     assert cut[1] == "<1048576>"
     lines = prompt_lines(of(((Segment(4, 0, len(ids), 0),), ids), ids=ids), [], tmp_path)

@@ -73,7 +73,8 @@ class EngineHost:
 
     probe: False for a bare engine, VLLM_ACCPROBE unset. forced: the kernels it computes with, see kernels.py. python:
     the interpreter of another environment, whose vLLM it is then; no faults can be planted in it, which know 0.32's;
-    or FORKED of preloaded_vllm.py, where ``extra_env`` has nothing that vLLM reads when it is imported.
+    or FORKED of preloaded_vllm.py, where ``extra_env`` has nothing that vLLM reads when it is imported. worker: the
+    program, where it is not engine_worker.py: one that answers each of its jobs by `call` (engine_worker.main).
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class EngineHost:
         probe: bool = True,
         forced: str = kernels.NATIVE,
         python: str | Path = sys.executable,
+        worker: Path = ROOT / "tests" / "support" / "engine_worker.py",
     ) -> None:
-        self.log, self.python = log, python
+        self.log, self.python, self.worker = log, python, worker
         self.forced = forced
         self.extra_env = {"VLLM_ACCPROBE": "1"} if probe else {}
         self.extra_env |= extra_env or {}
@@ -120,9 +122,7 @@ class EngineHost:
             "engine": engine, "sabotage": sabotage, "dummies": dummies,
             "during": {str(step): list(what) for step, what in (during or {}).items()},
         }  # fmt: skip
-        answer = self._call(job)
-        if "error" in answer:
-            raise EngineError(f"{answer['error']}\n{self._tail()}")
+        answer = self.call(job)
         written = out if (out / "run.json").exists() else None
         return Run(written, answer["tokens"], answer["metrics"], answer["vectors"], answer["logprobs"])
 
@@ -138,7 +138,8 @@ class EngineHost:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _call(self, job: dict[str, Any]) -> dict[str, Any]:
+    def call(self, job: dict[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """The worker's answer to a job. Raises EngineError."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         process = self._process
@@ -147,18 +148,21 @@ class EngineHost:
         assert process.stdout is not None
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
-        end = time.monotonic() + TIMEOUT_S
+        end = time.monotonic() + timeout_s
         while not select.select([process.stdout], [], [], 1.0)[0]:
             if time.monotonic() > end:
                 os.killpg(process.pid, signal.SIGKILL)
-                raise EngineError(f"no answer in {TIMEOUT_S} s\n{self._tail()}")
+                raise EngineError(f"no answer in {timeout_s} s\n{self._tail()}")
         line = process.stdout.readline()
         if not line:
             raise EngineError(f"the engine's process ended with code {process.wait()}\n{self._tail()}")
-        return json.loads(line)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{answer['error']}\n{self._tail()}")
+        return answer
 
     def _start(self) -> None:
-        faults, support = ROOT / "lab" / "planted", ROOT / "tests" / "support"
+        faults = ROOT / "lab" / "planted"
         old, places = os.environ.get("PYTHONPATH"), []
         if self.python == sys.executable or Path(self.python).name == FORKED:
             places = [str(faults), str(faults.parent)]
@@ -171,7 +175,7 @@ class EngineHost:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(self.python), str(support / "engine_worker.py")],
+                [str(self.python), str(self.worker)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,24 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         pools = job["engine"].get("runner") == "pooling"
         drive = _drive if job["how"] != "beams" else functools.partial(_beams, llm)
         answers, likely, steps, widest = drive(engine, job["asks"], job["how"], pools, job["dummies"], job["during"])
-        metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
-        ahead = _ahead(engine)
+        metrics, ahead = counters(llm), _ahead(engine)
     finally:
         _end(llm)
     return {
         "tokens": [] if pools else answers,
         "vectors": answers if pools else [],
         "logprobs": likely,
-        "metrics": {"preemptions": metrics.get("vllm:num_preemptions", 0),
-                    "prefix_hits": metrics.get("vllm:prefix_cache_hits", 0),
-                    "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
-                    "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0), "steps": steps,
-                    "widest": widest, "ahead": ahead, "build_s": built - started, "serve_s": time.monotonic() - built},
+        "metrics": metrics | {"steps": steps, "widest": widest, "ahead": ahead, "build_s": built - started,
+                              "serve_s": time.monotonic() - built},
     }  # fmt: skip
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's counters that say whether a case was one."""
+    found = {m.name: getattr(m, "value", 0) for m in llm.get_metrics() if hasattr(m, "value")}
+    names = {"preemptions": "num_preemptions", "prefix_hits": "prefix_cache_hits",
+             "drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}  # fmt: skip
+    return {short: float(found.get(f"vllm:{name}", 0)) for short, name in names.items()}
 
 
 def spare_the_imports() -> None:
@@ -236,7 +241,8 @@ def _ahead(engine: Any) -> int:
     return core.batch_queue_size if config.async_scheduling and getattr(core, "batch_queue", None) is not None else 1
 
 
-def main() -> None:
+def main(do: Callable[[dict[str, Any]], dict[str, Any]] = serve) -> None:
+    """Answers each job of standard input by ``do``, with what the environment asks to be done to vLLM before."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))  # whatever path the host was given
     from support import engine_ways  # not where others import this module for its engines
 
@@ -256,7 +262,7 @@ def main() -> None:
         engine_ways.schedule_ahead()
     for line in sys.stdin:
         try:
-            answer = serve(json.loads(line))
+            answer = do(json.loads(line))
         except Exception as e:
             traceback.print_exc()
             answer = {"error": f"{type(e).__name__}: {e}"}

@@ -1,6 +1,5 @@
 """Layouts from layer attributes, as vLLM's parallel layers carry them at TP=2 and, for KV heads, TP=4."""
 
-from types import SimpleNamespace
 from types import SimpleNamespace as Plain
 from typing import Any
 
@@ -12,7 +11,7 @@ from vllm_accprobe.capture.core.layout import Layouts, reduces_later
 
 
 def module(cls: str = "Module", children: dict[str, Any] | None = None, **attributes: Any) -> Any:
-    made = type(cls, (SimpleNamespace,), {})(**attributes)
+    made = type(cls, (Plain,), {})(**attributes)
     made._modules = children or {}
     return made
 
@@ -82,12 +81,9 @@ def test_kv_heads_fewer_than_ranks_are_replicated_among_neighbours() -> None:
 def test_mlp_and_its_activation() -> None:
     gate_up = module("MergedColumnParallelLinear", tp_size=2, output_partition_sizes=[48, 48], gather_output=False)
     down = module(
-        "RowParallelLinear",
-        tp_size=2,
-        input_is_parallel=True,
-        input_size_per_partition=48,
+        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=48,
         output_partition_sizes=[128],
-    )
+    )  # fmt: skip
     tree = {"mlp": module("MLP", {"gate_up_proj": gate_up, "act_fn": module("SiluAndMul"), "down_proj": down})}
     found = layouts(2, 0, tree, 128)
     assert found.of("mlp.act_fn", "input.x", (5, 96)).parts == ((48, 1), (48, 1))
@@ -132,19 +128,15 @@ def test_norms_whose_channels_are_distributed_to_ranks() -> None:
 
 
 def test_one_rank_has_no_layouts() -> None:
-    assert (
-        layouts(1, 0, {"self_attn": attention(1, 4, 2, 32, 128)}, 128)
-        .of("self_attn.qkv_proj", "output.0", (5, 256))
-        .kind
-        == "replicated"
-    )
+    found = layouts(1, 0, {"self_attn": attention(1, 4, 2, 32, 128)}, 128)
+    assert found.of("self_attn.qkv_proj", "output.0", (5, 256)).kind == "replicated"
 
 
 def experts(rank: int, placement: str, **more: Any) -> Any:
-    parallel = SimpleNamespace(use_ep=True, ep_size=2, ep_rank=rank, enable_eplb=False)
+    parallel = Plain(use_ep=True, ep_size=2, ep_rank=rank, enable_eplb=False)
     return module(
-        "RoutedExperts", moe_config=SimpleNamespace(moe_parallel_config=parallel), local_num_experts=3,
-        expert_map_manager=SimpleNamespace(placement_strategy=placement), intermediate_size_per_partition=8, **more,
+        "RoutedExperts", moe_config=Plain(moe_parallel_config=parallel), local_num_experts=3,
+        expert_map_manager=Plain(placement_strategy=placement), intermediate_size_per_partition=8, **more,
     )  # fmt: skip
 
 
@@ -168,12 +160,9 @@ def test_latent_attention_whose_head_is_as_wide_as_a_slice() -> None:
     """DeepSeek's: rotary heads of 64 beside an o_proj that takes 64 per rank; vLLM 0.32's MLA modules."""
     q = module("ColumnParallelLinear", tp_size=2, output_partition_sizes=[192], gather_output=False)
     o = module(
-        "RowParallelLinear",
-        tp_size=2,
-        input_is_parallel=True,
-        input_size_per_partition=64,
+        "RowParallelLinear", tp_size=2, input_is_parallel=True, input_size_per_partition=64,
         output_partition_sizes=[128],
-    )
+    )  # fmt: skip
     inner = module("MLAAttention", num_heads=2, kv_lora_rank=512)
     wrapper = module(
         "MultiHeadLatentAttentionWrapper", num_heads=2, kv_lora_rank=512,
@@ -206,17 +195,9 @@ def test_latent_attention_whose_head_is_as_wide_as_a_slice() -> None:
 )
 def test_experts_that_leave_the_all_reduce_to_the_model(attributes: dict[str, Any], later: bool) -> None:
     experts = Plain(global_num_experts=8, _modules={}, **attributes)
-    assert reduces_later(experts) is later
+    assert reduces_later(experts) is later  # asked at each call: a model may ask for it after it has made its experts
     layout = Layouts({"": Plain(_modules={"experts": experts}), "experts": experts}, 1, 2, 128)
     found = layout.of("experts", "output.0", (5, 128))
     assert (found.kind == "partial") is later
     if later:
         assert (found.index, found.size) == (1, 2)
-
-
-def test_a_model_that_asks_for_it_after_it_has_made_its_experts() -> None:
-    config = Plain(skip_final_all_reduce=False)
-    experts = Plain(global_num_experts=8, moe_config=config)
-    assert not reduces_later(experts)
-    config.skip_final_all_reduce = True
-    assert reduces_later(experts)

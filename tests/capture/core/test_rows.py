@@ -52,11 +52,9 @@ def test_rows_of_a_mixed_batch() -> None:
     known = requests(config, a=10, b=4, c=3)
     space = token_space(config, known, [Scheduled("a", 4, 3), Scheduled("b", 2, 4), Scheduled("c", 5, 1)], padded=8)
     assert space.segments == [
-        Segment(0, 4, 3, 0, "prefill"),
-        Segment(1, 2, 2, 3, "prefill"),
-        Segment(1, 4, 2, 5, "decode"),
+        Segment(0, 4, 3, 0, "prefill"), Segment(1, 2, 2, 3, "prefill"), Segment(1, 4, 2, 5, "decode"),
         Segment(2, 5, 1, 7, "decode"),
-    ]
+    ]  # fmt: skip
     assert (space.src, space.padded, space.n, space.whole) == (8, 8, 8, True)
     assert space.ranges == [(0, 8)]
 

@@ -1,8 +1,8 @@
-"""The sink: row maps that the device corrects, rows along any dimension, and what may not be stored."""
+"""The sink: row maps that the device corrects, rows along any dimension, lines that wait. What else it stores, and what
+it may not: ../test_same_bytes.py."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from vllm_accprobe.capture.core import rows as rowmaps
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, StepState, Ticket
+from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, StepState
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import REQUEST
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -31,12 +31,12 @@ def sink(tmp_path: Path, request: pytest.FixtureRequest) -> Sink:
 
 
 def taker(sink: Sink, space: Space | None = None) -> Callable[..., None]:
-    """Takes tensors of a step whose token rows are those of ``space``: (role, tensor, tickets)."""
+    """Takes tensors of a step whose token rows are those of ``space``: (role, tensor)."""
     session = Session(ProbeConfig(), sink, Layouts({}, 0, 1), lambda line: None, lambda part, rows: space)
     state, sites = StepState(0, True), {}
 
-    def take(role: str, tensor: torch.Tensor, *more: Any) -> None:
-        session.take(state, sites, "m", "M", role, 0, tensor, LANGUAGE, *more)
+    def take(role: str, tensor: torch.Tensor) -> None:
+        session.take(state, sites, "m", "M", role, 0, tensor, LANGUAGE)
 
     return take
 
@@ -118,41 +118,6 @@ def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path:
     assert np.array_equal(read(dump, "output.dense"), np.arange(40.0, dtype=np.float32).reshape(8, 5)[kept])
     assert np.array_equal(read(dump, "output.wide"), np.arange(24.0, dtype=np.float32).reshape(3, 8)[:, kept])
     assert np.array_equal(read(dump, "output.strided"), np.arange(80).reshape(8, 10)[kept, ::2])
-
-
-def test_lazy_conjugates_and_negations_are_resolved(sink: Sink, tmp_path: Path) -> None:
-    value = torch.tensor([1 + 2j, 3 - 4j])
-    take = taker(sink)
-    take("output.conj", value.conj())
-    take("output.imag", value.conj().imag)
-    dump = closed(sink, tmp_path)
-    assert np.allclose(read(dump, "output.conj").view(np.complex64).reshape(-1), [1 - 2j, 3 + 4j])
-    assert read(dump, "output.imag").tolist() == [-2.0, 4.0]
-
-
-def test_what_is_no_plain_tensor_is_counted(sink: Sink, tmp_path: Path) -> None:
-    take = taker(sink)
-    take("output.sparse", torch.eye(3).to_sparse())
-    take("output.sparse", torch.eye(3).to_sparse())
-    dump = closed(sink, tmp_path)
-    assert [(s.tap, s.role, s.reason, s.count) for s in dump.skips] == [("m", "output.sparse", "not a plain tensor", 2)]
-
-
-def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink, tmp_path: Path) -> None:
-    told: list[bool] = []
-    take = taker(sink)
-    kept, changed = torch.ones(4), torch.ones(4)
-    for role, tensor in (("kept", kept), ("changed", changed)):
-        ticket = Ticket()
-        take(f"input.{role}", tensor, ticket)
-        if role == "changed":
-            tensor.mul_(3)
-        take(f"inplace.{role}", tensor, None, ticket, told.append)
-    dump = closed(sink, tmp_path)
-    assert told == [False, True]
-    assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}
-    assert read(dump, "input.changed").tolist() == [1.0] * 4
-    assert read(dump, "inplace.changed").tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("sink", [False], indirect=True)

@@ -34,17 +34,12 @@ class Model(torch.nn.Module):
 
 
 HOWS = {
-    "added": (lambda y, x: y + x, True),
-    "added the other way round": (lambda y, x: x + y, True),
-    "added in place": (lambda y, x: y.add_(x), True),
-    "a row for all": (lambda y, x: y + x[:1], True),
-    "later": (lambda y, x: (x.relu() * 2, y + x)[1], True),
-    "multiplied first": (lambda y, x: y * 2 + x, False),
-    "in float32": (lambda y, x: y.float() + x.float(), False),
-    "of more dimensions": (lambda y, x: y + x[None], False),
-    "a number": (lambda y, x: y + 1, False),
-    "a part": (lambda y, x: y[:2] + x[:2], False),
-}
+    "added": (lambda y, x: y + x, True), "added the other way round": (lambda y, x: x + y, True),
+    "added in place": (lambda y, x: y.add_(x), True), "a row for all": (lambda y, x: y + x[:1], True),
+    "later": (lambda y, x: (x.relu() * 2, y + x)[1], True), "multiplied first": (lambda y, x: y * 2 + x, False),
+    "in float32": (lambda y, x: y.float() + x.float(), False), "of more dimensions": (lambda y, x: y + x[None], False),
+    "a number": (lambda y, x: y + 1, False), "a part": (lambda y, x: y[:2] + x[:2], False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference"])

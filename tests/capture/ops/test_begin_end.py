@@ -38,15 +38,9 @@ def test_each_stretch_is_a_step_of_one_dump(tmp_path: Path) -> None:
     assert len(dump.steps) == 5
 
 
-def test_a_path_with_an_old_dump_gets_a_number(tmp_path: Path) -> None:
-    for _ in range(2):
-        begin_dump(tmp_path / "d")
-        torch.ones(2) * 2
-        end_dump(close=True)
-    assert len(open_dump(tmp_path / "d").ops) == len(open_dump(tmp_path / "d.2").ops) == 2
-
-
-def test_its_dumps_are_announced_to_accprobe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_dumps_path_gets_a_number_and_both_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register = tmp_path / "register"
     register.touch()
     monkeypatch.setenv("ACCPROBE_RUN_REGISTER", str(register))

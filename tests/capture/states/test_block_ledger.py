@@ -104,13 +104,8 @@ def test_bytes_that_nobody_wrote(toy: Toy) -> None:
         "changed", 2, "layer.1", 1, 1, "a",
     )  # fmt: skip
     assert (found.low, found.high, found.writer, found.written, found.wrote_low, found.wrote_high) == (
-        0,
-        3,
-        "a",
-        0,
-        0,
-        5,
-    )
+        0, 3, "a", 0, 0, 5,
+    )  # fmt: skip
 
 
 def test_a_row_that_is_not_written(toy: Toy) -> None:

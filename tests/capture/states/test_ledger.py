@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.capture.states.ledger import GroupLedger, picked
+from vllm_accprobe.capture.states.ledger import GroupLedger
 from vllm_accprobe.dump.journal import CHANGED, OTHER, STALE
 
 
@@ -21,12 +21,6 @@ def filled() -> GroupLedger:
     return ledger
 
 
-def test_what_nobody_wrote_is_believed_once() -> None:
-    ledger = filled()
-    assert ledger.read(0, np.array([3, 7]), numbers(31, 70)) == []
-    assert ledger.read(0, np.array([7]), numbers(71)) == [0]
-
-
 @pytest.mark.parametrize(
     ("number", "kind"), [(30, STALE), (51, OTHER), (99, CHANGED)], ids=["older", "another block's", "nobody's"]
 )
@@ -37,19 +31,3 @@ def test_cases_are_told_apart(number: int, kind: str) -> None:
     assert (found.kind, found.block) == (kind, 3)
     assert found.other == (5 if kind == OTHER else -1)
     assert ledger.read(0, np.array([3]), numbers(number)) == []  # said once
-
-
-def test_events_are_kept_in_order_and_end_with_a_write() -> None:
-    ledger = filled()
-    for step in range(9):
-        ledger.happened([3], step, "prefix hit")
-    assert [step for step, _ in ledger.events[3]] == list(range(3, 9))
-    ledger.written_by(np.array([3]), 0, 9, 5, 5)
-    assert 3 not in ledger.events
-
-
-def test_each_block_has_its_turn() -> None:
-    blocks = np.arange(100)
-    seen = np.concatenate([picked(blocks, step, 2, 16) for step in range(16)])
-    assert sorted(seen.tolist()) == blocks.tolist()
-    assert picked(blocks, 0, 0, 16).tolist() != picked(blocks, 0, 1, 16).tolist()

@@ -102,11 +102,9 @@ def test_each_state_that_can_be_another_ones(changes: dict[str, torch.Tensor], w
 def test_states_of_requests_with_drafts() -> None:
     made = schedule(CacheGroup(STATE, 4, extra=1))
     metadata = SimpleNamespace(
-        spec_sequence_masks_cpu=torch.tensor([True, False]),
-        spec_state_indices_tensor=torch.tensor([[3, 7]]),
-        non_spec_state_indices_tensor=torch.tensor([5]),
-        num_accepted_tokens=torch.tensor([1]),
-    )
+        spec_sequence_masks_cpu=torch.tensor([True, False]), spec_state_indices_tensor=torch.tensor([[3, 7]]),
+        non_spec_state_indices_tensor=torch.tensor([5]), num_accepted_tokens=torch.tensor([1]),
+    )  # fmt: skip
     made.requests["a"].accepted = 1
     assert said(made, metadata) == []
     metadata.num_accepted_tokens = torch.tensor([2])  # another request's count (vllm 53912)

@@ -33,20 +33,6 @@ class Sequence(Block):
         return x + self.mlp(x)
 
 
-class Factored(Block):
-    def forward(self, x):
-        return x + self.attn(x) * self.factor
-
-
-class InPlace(Block):
-    """The residual is x itself, which the addition changes, too."""
-
-    def forward(self, x):
-        residual = x
-        residual += self.attn(x)
-        return self.mlp(x) + x
-
-
 class Pair(Block):
     def forward(self, x, residual=None):
         if residual is None:
@@ -55,21 +41,6 @@ class Pair(Block):
         else:
             x, residual = self.norm(x, residual)
         return self.mlp(x), residual
-
-
-class Switched(Block):
-    def forward(self, x):
-        attention, bias = self.attn(x)
-        if self.config.parallel and bias is not None:
-            attention += bias
-        return (attention, self.config.parallel) if self.config.parallel else x
-
-
-class Whole(Block):
-    def forward(self, x):
-        for layer in (self.attn, self.norm):
-            x = layer(x)
-        return self.mlp(x)
 
 
 class Layers(Block):
@@ -83,120 +54,8 @@ class Layers(Block):
         return self.norm(x)
 
 
-class Either(Block):
-    def forward(self, x):
-        y = self.mlp(x)
-        if isinstance(y, tuple) and len(y) == 2:
-            y, more = y
-            return y / math.sqrt(4.0), more
-        return y / 4.0
-
-
-class Named(Block):
-    def forward(self, x):
-        if x.dim() > 2:
-            raise ValueError
-        return SimpleNamespace(hidden=self.mlp(self.norm(x)), other=x.relu())
-
-
-class Again(Block):
-    def forward(self, x):
-        return x + self.mlp(self.mlp(x))
-
-
-class Partly(Block):
-    def forward(self, x):
-        y = self.mlp(x)
-        y[:2] = 0.0
-        return y
-
-
-class Alias(Block):
-    def forward(self, x):
-        y = z = self.mlp(x)
-        y += x
-        return z + y
-
-
-class Function(Block):
-    def forward(self, x):
-        return torch.relu(self.mlp(x))
-
-
-class Divided(Block):
-    def forward(self, x):
-        return self.mlp(x) / (1.0 / (self.factor - 0.25))
-
-
-class Wrong(Block):
-    def forward(self, x):
-        try:
-            return self.mlp(x)
-        finally:
-            pass
-
-
-class Method(Block):
-    def forward(self, x):
-        y = x + self.attn(x)
-        y.mul_(0.5)
-        return y
-
-
-class Copied(Block):
-    def forward(self, x):
-        residual = x.clone()
-        x += self.attn(x)
-        return x + residual
-
-
-class View(Block):
-    def forward(self, x):
-        y = x + self.attn(x)
-        part = y[:, :1]
-        part *= 2
-        return y
-
-
-class Item(Block):
-    def forward(self, x):
-        outputs = self.attn(x)
-        y = outputs[0]
-        y += x
-        return outputs[0]
-
-
-class Stored(Block):
-    def forward(self, x):
-        y = x + self.attn(x)
-        for k in range(2):
-            y[k] = 0
-        return y
-
-
-class Listed(Block):
-    def forward(self, x):
-        y = x + self.attn(x)
-        _ = [y.mul_(2) for _ in range(1)]
-        return y
-
-
-class Starred(Block):
-    def forward(self, x):
-        more = ()
-        for _ in range(2):
-            more += (x,)
-        return x, *more, self.attn(x)
-
-
 class Patched(Sequence):
     forward = functools.wraps(Sequence.forward)(lambda self, x: Sequence.forward(self, x) * 0.5)
-
-
-class Assigned(Block):
-    def forward(self, x):
-        self.factor = 0.125
-        return x * self.factor + self.attn(x)
 
 
 class Counted(Block):
@@ -209,15 +68,6 @@ class Counted(Block):
         return x + self.attn(x)
 
 
-class Fused(Block):
-    """The norm adds into its second argument."""
-
-    def forward(self, x, residual):
-        before = residual
-        x, residual = self.norm(x, residual)
-        return x + before
-
-
 class Exits(Block):
     @property
     def gain(self):
@@ -225,27 +75,6 @@ class Exits(Block):
 
     def forward(self, x):
         return x * self.gain
-
-
-class Doubled(Block):
-    def forward(self, x):
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        x = x + x
-        return x, self.mlp(x)
-
-
-class Undisturbed(Block):
-    @torch.no_grad()
-    def forward(self, x):
-        return x.contiguous() + self.attn(x)
 
 
 class Turns(Block):
@@ -284,41 +113,6 @@ class Undecided(Turns):
         return self.norm(x)
 
 
-class Nested(Block):
-    """A turn for each of 16 million numbers."""
-
-    def forward(self, x):
-        for i in range(256):
-            for j in range(256):
-                for k in range(256):
-                    x = x + i + j + k
-        return self.mlp(x)
-
-
-class Long(Block):
-    """More branches than Python may nest calls."""
-
-    def forward(self, x):
-        for k in range(500):
-            if k > 1:
-                x = x.relu()
-            if k > 2:
-                x = x.relu()
-        return self.mlp(x)
-
-
-class Retyped(Block):
-    def forward(self, x):
-        return self.attn(x).view(torch.int16), self.mlp(x).view(x.dtype)
-
-
-class Gathered(Block):
-    def forward(self, x):
-        states = [x]
-        states.append(self.attn(states[-1]))
-        return states[-1], self.mlp(x)
-
-
 class Hooked(Block):
     """A hook doubles what one part gives."""
 
@@ -344,35 +138,6 @@ class Acts(Block):
         return y + self.mlp(y), z
 
 
-class Passes(Block):
-    """What an identity gave is its input itself."""
-
-    def forward(self, x):
-        y = self.attn(x)
-        y += 1
-        return x, self.mlp(y)
-
-
-class Kept(Block):
-    """What has a name elsewhere may be changed there."""
-
-    def forward(self, x):
-        y = self.attn(x)
-        self.last = y
-        self.last += 1
-        return y, self.mlp(self.last)
-
-
-class MaybeCopied(Block):
-    """In memory of its own where it was not contiguous."""
-
-    def forward(self, x):
-        y = self.attn(x)
-        z = y.reshape(-1)
-        z += 1
-        return y
-
-
 class Buffers(Block):
     def __init__(self):
         super().__init__()
@@ -392,12 +157,6 @@ class Updates(Buffers):
 
     def update(self):
         self.gain.add_(1.0)
-
-
-class Viewed(Block):
-    def forward(self, x):
-        y = self.attn.forward(x.view(-1, 2))
-        return (x + y.reshape(4, 1)).squeeze(-1)
 
 
 class Several(nn.Module):
@@ -441,31 +200,223 @@ class Level(Block):
         return y[0], None
 
 
+CASES: list[Any] = []
+
+
+def gives(wanted: dict[str, str], **own: Any) -> Any:
+    """A block with this forward has these formulas. own: its configuration."""
+
+    def register(forward: Any) -> Any:
+        made = type(forward.__name__, (Block,), {"forward": forward})(**own)
+        CASES.append(pytest.param(made, wanted, id=" ".join([forward.__name__, *map(str, own.values())])))
+        return forward
+
+    return register
+
+
+class Forwards:
+    """Each the forward of a block of its own."""
+
+    @gives({"output.0": "(x + (attn[0] * 0.25))"})
+    def factored(self, x):
+        return x + self.attn(x) * self.factor
+
+    # The residual is x itself, which the addition changes, too.
+    @gives({"output.0": "(mlp[0] + (x + attn[0]))"})
+    def in_place(self, x):
+        residual = x
+        residual += self.attn(x)
+        return self.mlp(x) + x
+
+    @gives({"output.0": "((attn[0] + attn[1]) if attn[1] else attn[0])"}, parallel=True)
+    @gives({"output.0": "x"}, parallel=False)
+    def switched(self, x):
+        attention, bias = self.attn(x)
+        if self.config.parallel and bias is not None:
+            attention += bias
+        return (attention, self.config.parallel) if self.config.parallel else x
+
+    @gives({"output": "mlp", "own_code": "mlp"})
+    def whole(self, x):
+        for layer in (self.attn, self.norm):
+            x = layer(x)
+        return self.mlp(x)
+
+    @gives({"output.0": "((mlp[0] / 2.0) if mlp[1] else (mlp[0] / 4.0))", "output.1": "mlp[1]"})
+    def either(self, x):
+        y = self.mlp(x)
+        if isinstance(y, tuple) and len(y) == 2:
+            y, more = y
+            return y / math.sqrt(4.0), more
+        return y / 4.0
+
+    @gives({"output.hidden": "mlp[0]", "output.0": "mlp[0]"})
+    def named(self, x):
+        if x.dim() > 2:
+            raise ValueError
+        return SimpleNamespace(hidden=self.mlp(self.norm(x)), other=x.relu())
+
+    @gives({})
+    def again(self, x):
+        return x + self.mlp(self.mlp(x))
+
+    @gives({})
+    def partly(self, x):
+        y = self.mlp(x)
+        y[:2] = 0.0
+        return y
+
+    @gives({})
+    def alias(self, x):
+        y = z = self.mlp(x)
+        y += x
+        return z + y
+
+    @gives({})
+    def function(self, x):
+        return torch.relu(self.mlp(x))
+
+    @gives({})
+    def divided(self, x):
+        return self.mlp(x) / (1.0 / (self.factor - 0.25))
+
+    @gives({})
+    def wrong(self, x):
+        try:
+            return self.mlp(x)
+        finally:
+            pass
+
+    @gives({})
+    def method(self, x):
+        y = x + self.attn(x)
+        y.mul_(0.5)
+        return y
+
+    @gives({"output.0": "((x + attn[0]) + x)"})
+    def copied(self, x):
+        residual = x.clone()
+        x += self.attn(x)
+        return x + residual
+
+    @gives({})
+    def view(self, x):
+        y = x + self.attn(x)
+        part = y[:, :1]
+        part *= 2
+        return y
+
+    @gives({})
+    def item(self, x):
+        outputs = self.attn(x)
+        y = outputs[0]
+        y += x
+        return outputs[0]
+
+    @gives({})
+    def stored(self, x):
+        y = x + self.attn(x)
+        for k in range(2):
+            y[k] = 0
+        return y
+
+    @gives({})
+    def listed(self, x):
+        y = x + self.attn(x)
+        _ = [y.mul_(2) for _ in range(1)]
+        return y
+
+    @gives({})
+    def starred(self, x):
+        more = ()
+        for _ in range(2):
+            more += (x,)
+        return x, *more, self.attn(x)
+
+    @gives({})
+    def assigned(self, x):
+        self.factor = 0.125
+        return x * self.factor + self.attn(x)
+
+    # The norm adds into its second argument.
+    @gives({})
+    def fused(self, x, residual):
+        before = residual
+        x, residual = self.norm(x, residual)
+        return x + before
+
+    @gives({"output.0": "(x + attn[0])"})
+    @torch.no_grad()
+    def undisturbed(self, x):
+        return x.contiguous() + self.attn(x)
+
+    # A turn for each of 16 million numbers.
+    @gives({"output": "mlp", "own_code": "mlp"})
+    def nested(self, x):
+        for i in range(256):
+            for j in range(256):
+                for k in range(256):
+                    x = x + i + j + k
+        return self.mlp(x)
+
+    # More branches than Python may nest calls.
+    @gives({"output": "mlp", "own_code": "mlp"})
+    def long(self, x):
+        for k in range(500):
+            if k > 1:
+                x = x.relu()
+            if k > 2:
+                x = x.relu()
+        return self.mlp(x)
+
+    @gives({})
+    def retyped(self, x):
+        return self.attn(x).view(torch.int16), self.mlp(x).view(x.dtype)
+
+    @gives({"output.1": "mlp[0]", "own_code": "mlp"})
+    def gathered(self, x):
+        states = [x]
+        states.append(self.attn(states[-1]))
+        return states[-1], self.mlp(x)
+
+    # What an identity gave is its input itself.
+    @gives({"output.1": "mlp[0]"})
+    def passes(self, x):
+        y = self.attn(x)
+        y += 1
+        return x, self.mlp(y)
+
+    # What has a name elsewhere may be changed there.
+    @gives({"output.1": "mlp[0]", "own_code": "mlp"})
+    def kept(self, x):
+        y = self.attn(x)
+        self.last = y
+        self.last += 1
+        return y, self.mlp(self.last)
+
+    # In memory of its own where it was not contiguous.
+    @gives({})
+    def maybe_copied(self, x):
+        y = self.attn(x)
+        z = y.reshape(-1)
+        z += 1
+        return y
+
+    @gives({"output.0": "(view(x) + view(attn[0]))"})
+    def viewed(self, x):
+        y = self.attn.forward(x.view(-1, 2))
+        return (x + y.reshape(4, 1)).squeeze(-1)
+
+
 @pytest.mark.parametrize(("block", "wanted"), [
+    *CASES,
     (Items(), {"output.0": "(x + attn[0])"}), (Level(12), {"output.0": "child[0]"}),
     (Turns(), {"output.0": "(layers.2[0] + layers.2[1])"}), (Leaves(), {"output.1": "mlp[0]"}),
-    (Undecided(6), {"output": "norm"}), (Viewed(), {"output.0": "(view(x) + view(attn[0]))"}),
-    (Nested(), {"output": "mlp", "own_code": "mlp"}), (Long(), {"output": "mlp", "own_code": "mlp"}),
-    (Retyped(), {}), (Gathered(), {"output.1": "mlp[0]", "own_code": "mlp"}),
-    (Hooked(), {"output.1": "mlp[0]"}),
-    (Acts(), {"output.1": "norm[0]"}), (Passes(), {"output.1": "mlp[0]"}),
-    (Kept(), {"output.1": "mlp[0]", "own_code": "mlp"}),
-    (MaybeCopied(), {}), (Buffers(), {"output.1": "(x * own.other)"}), (Updates(), {}),
+    (Undecided(6), {"output": "norm"}), (Hooked(), {"output.1": "mlp[0]"}), (Acts(), {"output.1": "norm[0]"}),
+    (Buffers(), {"output.1": "(x * own.other)"}), (Updates(), {}),
     (Sequence(), {"output.0": "((x + attn[0]) + mlp[0])"}),
-    (Factored(), {"output.0": "(x + (attn[0] * 0.25))"}),
-    (InPlace(), {"output.0": "(mlp[0] + (x + attn[0]))"}),
-    (Pair(), {"output.0": "mlp[0]", "output.1": "(norm[1] if residual else x)"}),
-    (Switched(parallel=True), {"output.0": "((attn[0] + attn[1]) if attn[1] else attn[0])"}),
-    (Switched(parallel=False), {"output.0": "x"}),
-    (Whole(), {"output": "mlp", "own_code": "mlp"}),
-    (Layers(), {"output": "norm"}),
-    (Either(), {"output.0": "((mlp[0] / 2.0) if mlp[1] else (mlp[0] / 4.0))", "output.1": "mlp[1]"}),
-    (Named(), {"output.hidden": "mlp[0]", "output.0": "mlp[0]"}),
-    (Again(), {}), (Partly(), {}), (Alias(), {}), (Function(), {}), (Wrong(), {}), (Divided(), {}),
-    (Method(), {}), (Copied(), {"output.0": "((x + attn[0]) + x)"}), (View(), {}), (Item(), {}), (Stored(), {}),
-    (Listed(), {}), (Starred(), {}), (Patched(), {}), (Assigned(), {}), (Counted(), {}), (Fused(), {}), (Exits(), {}),
-    (Doubled(), {"output.1": "mlp[0]", "own_code": "mlp"}), (Undisturbed(), {"output.0": "(x + attn[0])"}),
-    (nn.Linear(2, 2), {}), (nn.Sequential(nn.Identity()), {}),
+    (Pair(), {"output.0": "mlp[0]", "output.1": "(norm[1] if residual else x)"}), (Layers(), {"output": "norm"}),
+    (Patched(), {}), (Counted(), {}), (Exits(), {}), (nn.Linear(2, 2), {}), (nn.Sequential(nn.Identity()), {}),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_the_formula_of_a_block(block: nn.Module, wanted: dict[str, str]) -> None:
     assert formulas(block) == wanted
@@ -489,7 +440,8 @@ class Sometimes(Block):
     (Sequence(), {"norm/input": "x", "attn/input": "norm[0]", "mlp/input": "(x + attn[0])"}),
     (Parallel(), {"norm/input": "x", "attn/input": "norm[0]", "mlp/input": "x"}),
     (Turns(), {"layers.1/x": "x", "layers.2/x": "layers.1[0]", "layers.2/residual": "layers.1[1]"}),
-    (Pair(), {"norm/input": "x", "mlp/input": "norm[0]"}), (Sometimes(), {"attn/input": "x"}), (Again(), {}),
+    (Pair(), {"norm/input": "x", "mlp/input": "norm[0]"}), (Sometimes(), {"attn/input": "x"}),
+    (type("Again", (Block,), {"forward": Forwards.again})(), {}),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_the_parts_of_a_block_receive(block: nn.Module, wanted: dict[str, str]) -> None:
     """What differs from path to path, or from call to call, is not known."""

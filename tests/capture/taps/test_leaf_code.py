@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.opchecked import check
 from torch import nn
 
 from vllm_accprobe.capture.taps.leaf_code import leaf_code
@@ -17,7 +18,6 @@ from vllm_accprobe.dump.block_code import MINUS_MEAN, ONE_PLUS_WEIGHT
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, CheckResult
 
 D = 32
@@ -73,7 +73,7 @@ class Box(nn.Module):
 def rows_of(
     part: nn.Module, root: Path, run: Callable[..., torch.Tensor] | None = None, gate: bool = True
 ) -> list[CheckResult]:
-    """opcheck's rows; run: what runs in place of the code that the capture read."""
+    """opcheck's rows of ``part``; run: what runs in place of the code that the capture read."""
     torch.manual_seed(0)
     for p in part.parameters():
         nn.init.uniform_(p, 0.5, 1.5)
@@ -91,9 +91,7 @@ def rows_of(
             model(*inputs)
         finally:
             type(part).forward.__code__ = right
-    calls, references = Calls(open_dump(root), None), default_references()
-    return [row for rank, tap, _ in calls.taps()
-            for row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options())]  # fmt: skip
+    return [row for row in check(Calls(open_dump(root), None), default_references()) if row.tap == "part"]
 
 
 CLEAN = [
@@ -106,13 +104,13 @@ CLEAN = [
 @pytest.mark.parametrize("place", CLEAN)
 def test_a_clean_class_of_transformers_passes(place: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    rows = [r for r in rows_of(of_transformers(place), tmp_path / "d") if r.tap == "part"]
+    rows = rows_of(of_transformers(place), tmp_path / "d")
     assert {r.status for r in rows} == {PASS}, [r.message for r in rows]
 
 
 @pytest.mark.parametrize("kind", [OddLayerNorm, OddRMSNorm, PlusRMSNorm])
 def test_the_source_and_not_the_name_chooses_the_formula(kind: type[nn.Module], tmp_path: Path) -> None:
-    rows = [r for r in rows_of(kind(), tmp_path / "d") if r.tap == "part"]
+    rows = rows_of(kind(), tmp_path / "d")
     assert [r.status for r in rows] == [PASS], rows[0].message
 
 
@@ -121,7 +119,7 @@ def test_the_source_and_not_the_name_chooses_the_formula(kind: type[nn.Module], 
 def test_another_formula_than_the_source_shows_fails(
     kind: type[nn.Module], run: type[nn.Module], tmp_path: Path
 ) -> None:
-    rows = [r for r in rows_of(kind(), tmp_path / "d", run=run.forward) if r.tap == "part"]
+    rows = rows_of(kind(), tmp_path / "d", run=run.forward)
     assert [r.status for r in rows] == [FAIL]
 
 
@@ -146,7 +144,7 @@ def test_a_gate_of_a_table_is_the_one_of_the_module(
     for gates, wanted in ((None, status), ("tanh", FAIL if status == PASS else status)):
         if gates is not None:  # what the capture read is not what runs
             monkeypatch.setitem(type(part).forward.__globals__, "ACT2FN", {activation: torch.tanh})
-        rows = [r for r in rows_of(part, tmp_path / str(gates)) if r.tap == "part"]
+        rows = rows_of(part, tmp_path / str(gates))
         assert [r.status for r in rows] == [wanted], rows[0].message
 
 
@@ -155,18 +153,18 @@ def test_a_gated_norm_of_groups_is_checked_where_their_size_was_recorded(
 ) -> None:
     pytest.importorskip("transformers")
     part = importlib.import_module("transformers.models.zamba2.modeling_zamba2").Zamba2RMSNormGated(D, 8)
-    (row,) = (r for r in rows_of(part, tmp_path / "known") if r.tap == "part")
+    (row,) = rows_of(part, tmp_path / "known")
     assert row.status == PASS, row.message
     monkeypatch.setattr(type(part), "group_size", property(lambda self: 8), raising=False)
     del part.__dict__["group_size"]
-    (row,) = (r for r in rows_of(part, tmp_path / "unknown") if r.tap == "part")
+    (row,) = rows_of(part, tmp_path / "unknown")
     assert (row.status, row.message) == (SKIP, "its source norms groups of channels")
 
 
 def test_a_gated_norm_without_a_gate_passes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     part = of_transformers("bamba.BambaRMSNormGated")
-    rows = [r for r in rows_of(part, tmp_path / "d", gate=False) if r.tap == "part"]
+    rows = rows_of(part, tmp_path / "d", gate=False)
     assert [r.status for r in rows] == [PASS], rows[0].message
 
 
@@ -191,7 +189,7 @@ def test_a_gated_norm_of_vllm_follows_its_activation(made: Any, status: str, tmp
     with set_current_vllm_config(VllmConfig()):
         for run, wanted in ((None, status), (doubled, FAIL if status == PASS else status)):
             part = made(layernorm, kda)
-            rows = [r for r in rows_of(part, tmp_path / str(run is None), run) if r.tap == "part"]
+            rows = rows_of(part, tmp_path / str(run is None), run)
             assert [r.status for r in rows] == [wanted], rows[0].message
 
 
@@ -206,6 +204,6 @@ class SpelledRMSNormGated(OddLayerNorm):
 
 
 def test_a_sigmoid_of_a_source_is_no_gate_that_is_known(tmp_path: Path) -> None:
-    rows = [r for r in rows_of(SpelledRMSNormGated(), tmp_path) if r.tap == "part"]
+    rows = rows_of(SpelledRMSNormGated(), tmp_path)
     assert [r.status for r in rows] == [SKIP]
     assert "a sigmoid" in rows[0].message

@@ -23,10 +23,8 @@ def scheduled(total: int = 6, **other: Any) -> Plain:
     return Plain(
         scheduled_new_reqs=[Plain(req_id="new", num_computed_tokens=0, mm_features=[])],
         scheduled_cached_reqs=Plain(req_ids=["old"], num_computed_tokens=[9]),
-        num_scheduled_tokens={"new": 5, "old": 1},
-        total_num_scheduled_tokens=total,
-        **other,
-    )
+        num_scheduled_tokens={"new": 5, "old": 1}, total_num_scheduled_tokens=total, **other,
+    )  # fmt: skip
 
 
 def begun(runner: Any, out: Any) -> EngineBatch:

@@ -95,15 +95,11 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
 
 
 ASKED = [
-    LevelConfig(),
-    LevelConfig(level=3),
-    LevelConfig(level=1),
-    LevelConfig(level=3, cudagraph_mode=CUDAGraphMode.PIECEWISE),
-    LevelConfig(cudagraph_mode=CUDAGraphMode.FULL),
-    ModeConfig(),
-    ModeConfig(mode=CompilationMode.VLLM_COMPILE),
+    LevelConfig(), LevelConfig(level=3), LevelConfig(level=1),
+    LevelConfig(level=3, cudagraph_mode=CUDAGraphMode.PIECEWISE), LevelConfig(cudagraph_mode=CUDAGraphMode.FULL),
+    ModeConfig(), ModeConfig(mode=CompilationMode.VLLM_COMPILE),
     ModeConfig(mode=CompilationMode.DYNAMO_TRACE_ONCE, cudagraph_mode=CUDAGraphMode.FULL),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -3,7 +3,6 @@
 The runners are fakes in a release's shape, around ../test_runner_steps.py's. Real ones: tests/e2e.
 """
 
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace as Plain
@@ -21,8 +20,6 @@ from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import MASKS_KNOWN
-
-CONTEXT, PIECES, EXPERTS, XLITE, FLASH = relied_on.MODES[:5]
 
 
 class LanguageModel(Model):
@@ -78,10 +75,6 @@ class Newer(Runner):
 
     def sample_tokens(self, grammar: Any = None) -> Any:
         return self._sample(self.logits)
-
-
-class XliteModelRunner(Newer):
-    """vllm-ascend 0.13 to 0.23."""
 
 
 DRAFTS = Output([], Plain(req_ids=["a"], num_computed_tokens=[5]), {"a": 3}, {"a": [7, 8]})
@@ -155,20 +148,12 @@ def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_sai
     assert {r.step for r in dump.records if r.role.startswith("output")} == {0, 3}
 
 
-@pytest.mark.parametrize(
-    "mode", [EXPERTS, XLITE, FLASH, CONTEXT, PIECES]
-)
-def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(tmp_path, said, monkeypatch, mode):
-    if mode is FLASH:
-        monkeypatch.setitem(sys.modules, "vllm_ascend.utils", Plain(enable_sp=lambda config: True))
-        monkeypatch.setattr(Newer, "__module__", "vllm_ascend.worker.model_runner_v1")
-    runner = XliteModelRunner() if mode is XLITE else Newer()
-    parallel = runner.vllm_config.parallel_config
-    parallel.use_sequence_parallel_moe = mode is EXPERTS
-    parallel.prefill_context_parallel_size = 1 + (mode is CONTEXT)
-    parallel.enable_dbo = mode is PIECES
+def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(tmp_path: Path, said: list[str]) -> None:
+    """Which mark refuses which mode: test_modes.py."""
+    runner = Newer()
+    runner.vllm_config.parallel_config.use_sequence_parallel_moe = True
     probe = served(tmp_path, runner, new(a=5), PLAIN)
-    assert said == [f"{mode.says}: {probe.without}; serving goes on"]
+    assert said == [f"{relied_on.MODES[2].says}: {probe.without}; serving goes on"]
     assert not (probe.root / "run.json").exists()  # nothing that a comparison could take for a capture
 
 
