@@ -306,7 +306,9 @@ class _Replayed:
             self._relations = moment, Relations(self._dump, rows=None)
         before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]
         shown = {str(x.seq): _OfRecord(x) for x in before}
-        flat = [replace(r, shape=(r.shape[0], math.prod(r.shape[1:])))] if len(r.shape) > 2 and not r.row_dim else []
+        rows = self._spread.get((*moment, r.seq), r).shape[:1]
+        alike = not rows or not rows[0] or r.row_dim or (rows == r.shape[:1] and len(r.shape) < 3)
+        flat = [] if alike else [replace(r, shape=(*rows, math.prod(r.shape) // rows[0]))]
         found = (self._relations[1].explain(_OfRecord(one), list(shown.items())) for one in (r, *flat))
         relation = next((each for each in found if each is not None), None)
         return [] if relation is None else [shown[name].record for name in relation.takes]
