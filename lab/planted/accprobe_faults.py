@@ -11,8 +11,9 @@ just as it would see a bad kernel. Most faults wrap ``forward`` on the module IN
 
     {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05, "rows": "position>=40"}
 
-Not here: the kinds (accprobe_fault_kinds.py, accprobe_cause_kinds.py, accprobe_state_kinds.py); row conditions (accprobe_fault_rows.py);
-engines' conditions (accprobe_fault_when.py); faults inside compiled graphs; sampler faults for the V2 runner.
+Not here: the kinds (accprobe_fault_kinds.py, accprobe_cause_kinds.py, accprobe_state_kinds.py); row conditions
+(accprobe_fault_rows.py); engines' conditions (accprobe_fault_when.py); faults inside compiled graphs; sampler faults
+for the V2 runner.
 """
 
 import functools

@@ -27,7 +27,7 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
 
-_ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn")
+_ATTENTION = re.compile(r".*layers\.\d+\.self_attn")
 _ROLES = {"input.query": "q", "input.key": "k", "input.value": "v"}
 _TURNED = {"input.query": (OUTPUT, "inplace.query"), "input.key": ("output.1", "inplace.key")}
 """What a rotary embedding makes of its inputs."""
@@ -136,7 +136,8 @@ class _Block:
         return None
 
     def _rope(self, role: str, tap: str, heads: tuple[int, ...] = ()) -> list[RoleRule]:
-        return rope(role, tap, self.path, self.path[: self.path.rindex(".layers.")], heads)
+        model = self.path.rpartition("layers.")[0].rpartition(".")[0]
+        return rope(role, tap, self.path, model, heads)
 
     def _by_values(self, r: Record, letter: str) -> list[RoleRule]:
         """The one form that gives ``r`` out of what the block has; none where it is not known."""
