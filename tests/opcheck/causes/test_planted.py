@@ -14,6 +14,7 @@ from opcheck.cause_calls import (
     HEAD,
     HEADS,
     KV,
+    ROWS,
     TABLE,
     WIDTH,
     attention,
@@ -58,8 +59,8 @@ def by_root(root: Callable[[Any], Any]) -> Call:
     return norm_of(lambda x, w: x / root(x) * w)
 
 
-def wrong_layer(y: Callable[[Any, Any, Any], Any]) -> Call:
-    return given(layer_norm(), y, "input", "weight", "bias")
+def wrong_layer(y: Callable[[Any, Any, Any], Any], rows: int = ROWS) -> Call:
+    return given(layer_norm(rows=rows), y, "input", "weight", "bias")
 
 
 def wrong_gate(y: Callable[[Any, Any], Any], cls: str = "SiluAndMul") -> Call:
@@ -156,8 +157,8 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "residual twice": (lambda: wrong_norm(add=2.0), "residual_twice"),
     "not centred": (lambda: wrong_layer(lambda x, w, b: rms(x, w, 1e-5) + b), "not_centred"),
     "sample variance": (
-        lambda: wrong_layer(lambda x, w, b: centred(x) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * w + b),
-        "sample_variance",
+        lambda: wrong_layer(lambda x, w, b: centred(x) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * w + b, rows=96),
+        "sample_variance",  # 0.6 %, which a column of 24 rows does not show
     ),
     "no bias": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "no_bias"),
     "bias twice": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, 2 * b, 1e-5)), "bias_twice"),
