@@ -406,17 +406,15 @@ class _Work:
     def _name(self, tap: str, param: bool) -> tuple[str, str]:
         """The tap's name in mine's words, and which renames led there."""
         why = []
-        for path in () if param or tap in self.kinds[param] else (tap, *enclosing(tap)):
-            if path in self.called:
-                tap = self.called[path] + tap[len(path) :]
-                why.append("the name by which mine calls the module")
-                break
         for rename in self.rules.renames:
             groups = match(rename.pattern, tap)
             target = None if groups is None else fill(rename.target, groups)
             if target and target != tap and _fits(tap, target, self.kinds[param]):
                 tap = target
                 why.append(rename.label or f"{rename.pattern} → {rename.target}")
+        path = next((p for p in (tap, *enclosing(tap)) if p in self.called or p in self.kinds[False]), "")
+        if not why and not param and path in self.called:
+            return self.called[path] + tap[len(path) :], "the name by which mine calls the module"
         return tap, ", ".join(why)
 
     def _needed(self, rule: TapRule, groups: Sequence[str]) -> bool:

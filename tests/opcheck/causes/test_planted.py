@@ -204,7 +204,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "base": (lambda: wrong_rotary(base=1e6), "other_base"),
     "fitted base": (lambda: wrong_rotary(base=14000.0), "other_base"),
     "half of the channels": (lambda: wrong_rotary(dim=HEAD // 2), "other_dim"),
-    "neighbours": (lambda: wrong_rotary(neighbours=True), "other_pairs"),
+    "pairs of neighbours": (lambda: wrong_rotary(neighbours=True), "other_pairs"),
     "one position late": (lambda: wrong_rotary(positions=lambda p: p - 1), "position_off"),
     "positions as one run": (lambda: wrong_rotary(positions=lambda p: torch.arange(len(p)) + p[0]), "one_run"),
     "angles": (lambda: wrong_rotary(positions=lambda p: 1.01 * p), "angles_times"),
@@ -244,7 +244,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 }  # fmt: skip
 """Name → (a wrong call, the cause's name; two where they are the same edit)."""
 
-
+assert PLANTED.keys().isdisjoint(planted_addresses.PLANTED)
 PLANTED |= planted_addresses.PLANTED
 
 
