@@ -283,7 +283,7 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         theirs, notes = in_order(theirs, own)
         golden, mine = (own, theirs) if swapped else (theirs, own)
         lines += notes
-        attention, changed = attention_inputs(own)
+        attention, changed = attention_inputs(own, theirs)
         stored = {**vllm_names.stored_otherwise(theirs, own), **attention}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
