@@ -160,12 +160,12 @@ def test_renames_only_where_mine_has_the_name():
 
 
 @pytest.mark.parametrize("captured", [1, 2])
-def test_a_module_with_several_names_is_the_one_that_is_called(captured: int):
+def test_a_layer_with_several_names_is_the_one_that_is_called(captured: int):
     """vLLM's Gemma 3n: what is loaded as layers.1 is called as the first layer of a second decoder."""
     golden, mine = Dump(), Dump()
     golden.put("m.layers.1.q", "output.0", f32([1]))
     golden.put("m.layers.1.q", "param.weight", f32([2]), step=None)
-    called = ("m.cross.layers.0", "m.other")
+    called = ("m.cross.layers.0", "m.other.0")
     for name in called[:captured]:
         mine.put(f"{name}.qk", "output.0", f32([1]))
     mine.put("m.layers.1.q", "param.weight", f32([2]), step=None)

@@ -414,7 +414,7 @@ class _Work:
                 why.append(rename.label or f"{rename.pattern} → {rename.target}")
         path = next((p for p in (tap, *enclosing(tap)) if p in self.called or p in self.kinds[False]), "")
         if not why and not param and path in self.called:
-            return self.called[path] + tap[len(path) :], "the name by which mine calls the module"
+            return self.called[path] + tap[len(path) :], "the name by which mine calls the layer"
         return tap, ", ".join(why)
 
     def _needed(self, rule: TapRule, groups: Sequence[str]) -> bool:
@@ -557,11 +557,13 @@ def _known(records: Iterable[Record]) -> dict[bool, set[str]]:
 
 
 def _called(modules: Sequence[Sequence[Module]], known: set[str]) -> dict[str, str]:
-    """Names of modules that have several, and were captured under one other: by name, that one. (Gemma 3n's layers are
-    called as parts of its two decoders, and are loaded as the model's.)"""
+    """Names of layers that have several, and were captured under one other: by name, that one. (Gemma 3n's are called
+    as parts of its two decoders, and loaded as the model's.) Of other modules, golden's of that name may compute
+    something else: vLLM's shared expert holds the gate behind it, too."""
     names: dict[tuple[int, int], set[str]] = defaultdict(set)
     for rank, m in ((rank, m) for rank, of in enumerate(modules) for m in of):
-        names[rank, m.index].add(m.tap)
+        if m.tap.rpartition(".")[2].isdecimal():
+            names[rank, m.index].add(m.tap)
     found = [own for own in names.values() if len(own & known) == 1]
     return {name: next(iter(own & known)) for own in found for name in own - known}
 
