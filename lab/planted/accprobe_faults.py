@@ -11,8 +11,9 @@ just as it would see a bad kernel. Most faults wrap ``forward`` on the module IN
 
     {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05, "rows": "position>=40"}
 
-Not here: the kinds (accprobe_fault_kinds.py, accprobe_cause_kinds.py); row conditions (accprobe_fault_rows.py);
-engines' conditions (accprobe_fault_when.py); faults inside compiled graphs; sampler faults for the V2 runner.
+Not here: the kinds (accprobe_fault_kinds.py, accprobe_cause_kinds.py, accprobe_state_kinds.py); row conditions
+(accprobe_fault_rows.py); engines' conditions (accprobe_fault_when.py); faults inside compiled graphs; sampler faults
+for the V2 runner.
 """
 
 import functools
@@ -27,16 +28,17 @@ from accprobe_fault_kinds import EARLY, Site
 from accprobe_fault_kinds import KINDS as ONE_KIND
 from accprobe_fault_rows import ENGINE
 from accprobe_fault_when import holds
+from accprobe_state_kinds import recurrence_as
 
 ENV = "ACCPROBE_FAULT"
 SAMPLER = "sampler"
-MODULE_KINDS = {**ONE_KIND, **CAUSE_KINDS}
+MODULE_KINDS = {**ONE_KIND, **CAUSE_KINDS, recurrence_as.__name__: recurrence_as}
 KINDS = (*MODULE_KINDS, SAMPLER)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: a function of accprobe_fault_kinds.py or accprobe_cause_kinds.py, or ``sampler`` (each sampled token is the
+    """kind: a function of one of the files of kinds, or ``sampler`` (each sampled token is the
     next one in the vocabulary; V1 runner; ``module`` is ignored).
     module: path as in ``model.named_modules()``. factor: the kind's number. rows: see accprobe_fault_rows.py.
     features: which columns of the output (or rows of a parameter); empty means all. output: which of several outputs.

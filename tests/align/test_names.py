@@ -159,6 +159,23 @@ def test_renames_only_where_mine_has_the_name():
     assert {r.tap for r in view.records} == {"transformer.a", "transformer.b"}
 
 
+@pytest.mark.parametrize("captured", [1, 2])
+def test_a_layer_with_several_names_is_the_one_that_is_called(captured: int):
+    """vLLM's Gemma 3n: what is loaded as layers.1 is called as the first layer of a second decoder."""
+    golden, mine = Dump(), Dump()
+    golden.put("m.layers.1.q", "output.0", f32([1]))
+    golden.put("m.layers.1.q", "param.weight", f32([2]), step=None)
+    called = ("m.cross.layers.0", "m.other.0")
+    for name in called[:captured]:
+        mine.put(f"{name}.qk", "output.0", f32([1]))
+    mine.put("m.layers.1.q", "param.weight", f32([2]), step=None)
+    mine.modules = {0: [Module(name, "Layer", 7) for name in ("m.layers.1", *called)]}
+    view, _, lines = apply(rules({"rename": {"no.*": "such.*"}, "rules": []}), golden, mine)
+    place = "m.cross.layers.0.q" if captured == 1 else "m.layers.1.q"
+    assert set(by_name(view)) == {(place, "output.0"), ("m.layers.1.q", "param.weight")}
+    assert bool(lines) == (captured == 1)
+
+
 VLLM = {"versions": {"vllm": "0.32"}}
 
 
@@ -280,6 +297,9 @@ def test_what_is_told(tmp_path: Path, dtype: torch.dtype) -> None:
     assert told(tmp_path / "mul", x * y, x=x, other=x - y, y=y) == Relation("Mul", ("x", "y"))
     cut = Relation("Slice", ("x",), {"axis": -1, "begin": 8, "end": 24})
     assert told(tmp_path / "slice", x[:, 8:24], x=x, y=y) == cut
+    of_groups = x.unflatten(-1, (4, 12))[..., 5:8].flatten(-2)  # of each head what stands behind its first five
+    cut = Relation("Slice", ("x",), {"axis": -1, "begin": 5, "end": 8, "groups": 4})
+    assert told(tmp_path / "groups", of_groups, x=x, y=y) == cut
     assert told(tmp_path / "rows", x[[3, 17]], y=y, x=x) == Relation("Gather", ("x",), {"axis": 0, "rows": 2})
 
 

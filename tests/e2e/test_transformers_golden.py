@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import mode_models
 import pytest
+import zoo
 from support.captures import VISION, Engines, explain
 from support.engine import Ask, Run
 from support.prompts import prompts
@@ -78,3 +80,23 @@ def test_a_planted_fault_is_named_first(engines, compared, goldens, model, fault
     assert result.verdict == "fail"
     assert result.origins, explain(result)
     assert result.origins[0]["module"] == fault["module"], explain(result)
+
+
+CHANGES = {"decay": 1.3, "dt": 0.0, "beta": 20.0, "begun": 0.05, "other": 1.0, "edge": 1.0}
+"""What the kernels of a recurrence get otherwise (lab/planted/accprobe_state_kinds.py), and the change's number."""
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fault_inside_of_a_recurrence_names_it(engines, compared, change):
+    entry, root = zoo.table()["qwen3.5"], engines.root / "qwen3.5"
+    model = mode_models.of_architecture(entry, root / "model")
+    golden = root / "golden"
+    tokens = [] if golden.exists() else capture(model, TEXT, golden)
+    layer = "model.layers.1.linear_attn"
+    fault = {"kind": "recurrence_as", "module": layer, "param": change, "factor": CHANGES[change]}
+    how = {"max_num_batched_tokens": 48, "kv_cache_memory_bytes": 1 << 26, **entry.engine}
+    mine = engines.host().capture(model, TEXT, out=root / change, fault=fault, **how)
+    result = compared(Run(golden, tokens), mine)
+    assert result.verdict == "fail"
+    assert result.origins[0]["module"] == layer, explain(result)

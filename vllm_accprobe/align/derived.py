@@ -49,7 +49,7 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True)
 class Relation:
-    """kind: Slice (columns), Gather (rows), Add or Mul; takes: names of what it takes."""
+    """kind: Slice (columns, see `_cut`), Gather (rows), Add or Mul; takes: names of what it takes."""
 
     kind: str
     takes: tuple[str, ...]
@@ -74,9 +74,9 @@ class Relations:
         for name, seen in near:
             if seen.shape[:-1] == missing.shape[:-1] and seen.shape[-1:] > missing.shape[-1:]:
                 rows = self._begin(name, seen)
-                at = None if rows is None else _offset(rows, wanted)
-                if at is not None:
-                    return Relation("Slice", (name,), {"axis": -1, "begin": at, "end": at + missing.shape[-1]})
+                cut = None if rows is None else _cut(rows, wanted)
+                if cut is not None:
+                    return Relation("Slice", (name,), cut)
             elif seen.shape[1:] == missing.shape[1:] and len(seen.shape) > 1 and seen.shape[0] > missing.shape[0]:
                 rows = self._rows(seen, None) if seen.shape[-1] >= ENOUGH else None
                 if rows is not None and _picked(rows, wanted):
@@ -119,6 +119,21 @@ def _picked(whole: np.ndarray, part: np.ndarray) -> bool:
     known: dict[bytes, int] = {row.tobytes(): i for i, row in enumerate(whole)}
     places = [known.get(row.tobytes(), -1) for row in part]
     return min(places) >= 0 and all(a < b for a, b in pairwise(places))
+
+
+def _cut(whole: np.ndarray, part: np.ndarray) -> dict[str, Any] | None:
+    """Which columns of ``whole`` are ``part``: of the whole, or of each of so many groups of heads (``groups``), as a
+    projection has them that holds a group's queries, key, value and gate side by side. None where there are none."""
+    widths = whole.shape[1], part.shape[1]
+    if not (whole[0] == part[0, 0]).any():
+        return None
+    for groups in (n for n in range(1, widths[1] + 1) if not any(width % n for width in widths)):
+        of_each = (x.reshape(-1, width // groups) for x, width in zip((whole, part), widths, strict=True))
+        at = _offset(*of_each)
+        if at is not None:
+            found = {"axis": -1, "begin": at, "end": at + widths[1] // groups}
+            return found | ({"groups": groups} if groups > 1 else {})
+    return None
 
 
 def _offset(whole: np.ndarray, part: np.ndarray) -> int | None:

@@ -10,9 +10,8 @@ rules are (mapping.py, engines/), the values (derived.py).
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +23,10 @@ from vllm_accprobe.align.engines.other_places import other_places
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
+from vllm_accprobe.dump.block_code import FORWARD, parsed, reads, same, terms
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.record_table import first_of_each_site
-from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.dump.schema import Module, Record
 
 EXACT, OTHER_CLASS, PREFIX, ORDER = "exact", "exact, other class", "prefix", "order"
 STRUCTURE = "structure"
@@ -243,7 +243,6 @@ def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = Tr
     return tuple(sorted(pairs, key=lambda p: place[p[1]]))
 
 
-_WORD = re.compile(r"\w+")
 Place = tuple[str, str]
 """(tap, role)."""
 _Moment = tuple[int, "int | None", int]
@@ -284,7 +283,7 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
         theirs, notes = in_order(theirs, own)
         golden, mine = (own, theirs) if swapped else (theirs, own)
         lines += notes
-        attention, changed = attention_inputs(own)
+        attention, changed = attention_inputs(own, theirs)
         stored = {**vllm_names.stored_otherwise(theirs, own), **attention}
         golden, mine, notes = apply(replace(vllm_names.RULES, exact=stored), golden, mine, swapped)
         lines += notes
@@ -314,8 +313,7 @@ def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[
     if swapped:
         mine, golden, lines = apply(rules, mine, golden)
         return golden, mine, lines
-    attrs = {m.tap: m.attrs for modules in mine.modules.values() for m in modules}
-    work = _Work(rules, golden.records, mine.records, attrs)
+    work = _Work(rules, golden.records, mine.records, list(mine.modules.values()))
     work.run()
     stay = [r for r in work.golden.records if work.stays(r)] + [r for made in work.made.values() for r in made]
     return View(golden, stay), View(mine, work.mine_records()), work.lines()
@@ -334,13 +332,14 @@ class _Records:
 
 class _Work:
     def __init__(
-        self, rules: Rules, golden: Sequence[Record], mine: Sequence[Record], attrs: Mapping[str, Mapping[str, Any]]
+        self, rules: Rules, golden: Sequence[Record], mine: Sequence[Record], modules: Sequence[Sequence[Module]]
     ):  # fmt: skip
-        """attrs: of mine's modules (`Module.attrs`)."""
-        self.rules, self.attrs = rules, attrs
+        """modules: mine's, of each rank."""
+        self.rules, self.attrs = rules, {m.tap: m.attrs for of in modules for m in of}
         self.mine = _Records(mine)
         self.mine_classes = {r.tap: r.cls for r in mine}
         self.kinds = _known(mine)
+        self.called = _called(modules, self.kinds[False])
         self.renamed: Counter[str] = Counter()
         self.golden = _Records(self._rename(golden))
         self.made: dict[Place, list[Record]] = {}
@@ -413,6 +412,9 @@ class _Work:
             if target and target != tap and _fits(tap, target, self.kinds[param]):
                 tap = target
                 why.append(rename.label or f"{rename.pattern} → {rename.target}")
+        path = next((p for p in (tap, *enclosing(tap)) if p in self.called or p in self.kinds[False]), "")
+        if not why and not param and path in self.called:
+            return self.called[path] + tap[len(path) :], "the name by which mine calls the layer"
         return tap, ", ".join(why)
 
     def _needed(self, rule: TapRule, groups: Sequence[str]) -> bool:
@@ -484,13 +486,13 @@ class _Work:
     def _is_whole(self, tap: str, roles: tuple[str, ...]) -> bool:
         """Whether by its code the module gives out, as the first of ``roles``, a sum with the others in it, or reads
         the first and none of the others."""
-        forward = object_at(self.attrs.get(tap, {}), "forward") or {}
+        forward = {role: parsed(text) for role, text in (object_at(self.attrs.get(tap, {}), FORWARD) or {}).items()}
         if roles[0].startswith("input."):
-            read = set(_WORD.findall(" ".join(str(text) for text in forward.values())))
+            read = {name for formula in forward.values() for name in reads(formula)}
             first, *others = (role.partition(".")[2] for role in roles)
             return first in read and read.isdisjoint(others)
-        first, *others = (str(forward.get(r) or "") for r in roles)
-        return all(text and (f"({text} + " in first or f" + {text})" in first) for text in others)
+        whole, *rest = (forward.get(r) for r in roles)
+        return all(any(same(term, one) for term in terms(whole)) for one in rest)
 
     def _changed(self, place: Place, tap: str, begin: str) -> bool:
         """Whether mine's tensor at ``tap`` whose role begins so is another than mine's at ``place``."""
@@ -552,6 +554,18 @@ def _known(records: Iterable[Record]) -> dict[bool, set[str]]:
     for tap, param in {(r.tap, r.step is None) for r in records}:
         known[param].update((tap, *enclosing(tap)))
     return known
+
+
+def _called(modules: Sequence[Sequence[Module]], known: set[str]) -> dict[str, str]:
+    """Names of layers that have several, and were captured under one other: by name, that one. (Gemma 3n's are called
+    as parts of its two decoders, and loaded as the model's.) Of other modules, golden's of that name may compute
+    something else: vLLM's shared expert holds the gate behind it, too."""
+    names: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for rank, m in ((rank, m) for rank, of in enumerate(modules) for m in of):
+        if m.tap.rpartition(".")[2].isdecimal():
+            names[rank, m.index].add(m.tap)
+    found = [own for own in names.values() if len(own & known) == 1]
+    return {name: next(iter(own & known)) for own in found for name in own - known}
 
 
 def _fits(tap: str, target: str, known: set[str]) -> bool:

@@ -76,3 +76,28 @@ def test_what_several_forms_give_is_not_compared() -> None:
 @pytest.mark.parametrize("shapes", [((ROWS, 7), (ROWS, 7)), ((ROWS, 8), (ROWS, 4))])
 def test_cosines_of_any_shape_are_read(shapes) -> None:
     assert made(Q + 100, *(np.ones(shape, np.float32) for shape in shapes)) == []
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("pairs", [0, 1, None])
+def test_golden_turns_as_its_own_probabilities_say(pairs, neox) -> None:
+    """pairs: golden's form, None: it has no probabilities. neox: mine's form, which may be a wrong setting."""
+    golden, mine = Dump(run=GOLDEN), Dump(run=MINE)
+    known = {"head_size": SIZE, "is_neox_style": neox}
+    mine.modules = {0: [Module(f"{BLOCK}.{name}", "M", i, known) for i, name in enumerate(("attn", "rotary_emb"))]}
+    key = random.standard_normal((ROWS, SIZE)).astype(np.float32)
+    golden.put(BLOCK, "input.position_embeddings.0", COS)
+    golden.put(BLOCK, "input.position_embeddings.1", SIN)
+    golden.put(f"{BLOCK}.q_proj", "output.0", Q)
+    golden.put(f"{BLOCK}.k_proj", "output.0", key)
+    if pairs is not None:
+        q, k = (rope(x, COS, SIN, SIZE, pairs).reshape(ROWS, -1, SIZE) for x in (Q, key))
+        scores = 0.3 * np.einsum("ihd,jd->ihj", q, k[:, 0])
+        shares = np.exp(scores) * np.tri(ROWS)[:, None]
+        golden.put(BLOCK, "output.1", (shares / shares.sum(-1, keepdims=True)).astype(np.float32))
+    mine.put(f"{BLOCK}.rotary_emb", "input.query", Q)
+    mine.put(f"{BLOCK}.rotary_emb", "output.0", rope(Q, COS, SIN, SIZE, int(not neox)))
+    both = bridge(golden, mine)
+    (made,) = (r for r in both.golden.records if (r.tap, r.role) == (f"{BLOCK}.rotary_emb", "output.0"))
+    form = int(not neox) if pairs is None else pairs
+    assert np.allclose(both.golden.read(made).reshape(ROWS, -1), rope(Q, COS, SIN, SIZE, form), atol=1e-5)

@@ -4,9 +4,10 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hand_made import Dump, f32
 
-from vllm_accprobe.align.engines.other_places import given_out_elsewhere
+from vllm_accprobe.align.engines.other_places import given_out_elsewhere, scaled_in_front
 from vllm_accprobe.align.names import bridge
 from vllm_accprobe.dump.schema import Module
 
@@ -137,3 +138,24 @@ def test_an_input_that_one_side_multiplies_is_left_out_where_the_others_module_m
                                 Module("model.layers.0.mamba", "M", 0, own)]}  # fmt: skip
         names = {(r.tap, r.role) for r in bridge(golden, mine).golden.records}
         assert (("model.layers.0.mamba", "input.x") in names) is (attrs != {"forward": {}})
+
+
+@pytest.mark.parametrize(
+    ("golden", "mine", "apart"),
+    [
+        ("x", "(x * 0.5)", True),
+        ("(0.5 * x)", "x", True),
+        ("layers.2.norm[0]", "(layers.2.norm[0] * -2.0)", True),
+        ("(a + b)", "((a + b) * 2)", True),
+        ("x", "(y * 0.5)", False),
+        ("x", "(x * y)", False),
+        ("x", "x", False),
+        ("x", "-" * 3000 + "x", False),
+    ],
+)
+def test_a_factor_in_front_of_a_module_makes_another_place(golden: str, mine: str, apart: bool) -> None:
+    sides = Dump(), Dump()
+    for side, formula in zip(sides, (golden, mine), strict=True):
+        inner = Module("a.mlp", "M", 1, {"forward": {}})
+        side.modules = {0: [Module("a", "A", 0, {"forward": {"inside.mlp/x": formula}}), inner]}
+    assert list(scaled_in_front(*sides)) == ([("a.mlp", "input.x")] if apart else [])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
+from vllm_accprobe.align.derived import rope
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
@@ -134,6 +135,46 @@ def test_an_attention_s_earlier_keys_are_golden_s(tmp_path: Path, scale: float, 
     mine = attention(tmp_path / "mine", "Attention", 0.25, torch.bfloat16, [0, 5, ROWS])
     result = found(golden, mine, "attn").rows[place_of("attn", "output.0", 0)]
     assert result == ({"r0": [(0, ROWS)]} if explained else {})
+
+
+@pytest.mark.parametrize("base", [10000.0, 20000.0])
+def test_a_rotation_of_golden_is_explained_where_mine_turns_its_inputs_so(tmp_path: Path, base: float) -> None:
+    """Mine's is right for its own base, which may be another than golden's."""
+    block, size = "model.layers.0.self_attn", 16
+    q, k = (torch.randn(ROWS, n * size, generator=torch.Generator().manual_seed(n)) for n in (4, 2))
+
+    def angles(base: float) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = torch.arange(ROWS)[:, None] * base ** (-torch.arange(0, size, 2) / size)
+        return torch.cat([angle.cos()] * 2, 1), torch.cat([angle.sin()] * 2, 1)
+
+    def side(root: Path, run: dict[str, object]) -> Maker:
+        m = Maker(root, run={"model": {"path": "", "class": "Tiny"}, **run})
+        m.module(f"{block}.rotary_emb", "RotaryEmbedding", base=base, head_size=size, rotary_dim=size,
+                 is_neox_style=True)  # fmt: skip
+        m.request(0, ROWS)
+        m.step(0, [(0, 0, ROWS)])
+        return m
+
+    m = side(tmp_path / "golden", {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}})
+    cos, sin = angles(10000.0)
+    m.call("model.rotary_emb", "Rotary", {}, cos, sin)
+    m.call(block, "Attention", {"position_embeddings.0": cos, "position_embeddings.1": sin})
+    for name, x in (("q_proj", q), ("k_proj", k)):
+        m.call(f"{block}.{name}", "Linear", {}, x)
+    golden = open_dump(m.close())
+    m = side(tmp_path / "mine", {"versions": {"vllm": "0.32"}})
+    own = [(x * 1.02).bfloat16() for x in (q, k)]
+    y = [rope(x.float().numpy(), *(t.numpy() for t in angles(base)), size) for x in own]
+    inputs = {"positions": torch.arange(ROWS), "query": own[0], "key": own[1]}
+    m.call(f"{block}.rotary_emb", "RotaryEmbedding", inputs, *(torch.from_numpy(t).bfloat16() for t in y))
+    mine = open_dump(m.close())
+    theirs = [CheckResult(r.tap, r.cls, r.role, r.rank, r.step, r.call, r.seq, shape=r.shape, status="pass")
+              for r in golden.records if r.role.startswith("output")]  # fmt: skip
+    checked, place = (theirs, replayed(mine, f"{block}.rotary_emb")), place_of(f"{block}.rotary_emb", "output.0", 0)
+    assert [c.status for c in checked[1]] == ["pass", "pass"]
+    result = explain(golden, mine, checked, [place], (), lambda: make_plan(golden, mine), None,
+                     lambda plan: GoldenReads(golden, Calls(mine, None), REFERENCES, plan).rows)  # fmt: skip
+    assert result.rows[place] == ({"r0": [(0, ROWS)]} if base == 10000.0 else {}), result.why
 
 
 def test_integers_are_none_of_golden_s(tmp_path: Path) -> None:

@@ -40,6 +40,20 @@ def test_deepseek_routing_by_transformers() -> None:
     assert int(clear.sum()) >= 38
 
 
+def test_the_sparse_mixer_by_transformers() -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = draw(400, 6).float() * 0.03 + 1.0  # many within the threshold, and many at its edge
+    logits[:, 5] = 1.0 + 0.0201 * torch.arange(400) / 400
+    weights, ids = sparsemixer(logits, 0.01, False)
+    mine, clear = route(logits.double(), 2, scoring="sparse mixer", tie=1e-4)
+    torch.testing.assert_close(mine[clear], dense(weights, ids, 6)[clear], rtol=0, atol=1e-6)
+    assert 300 <= int(clear.sum()) < 400
+    off = weights.clone()
+    off[:, 1] = 1.0  # as if nothing were near the second
+    assert not torch.allclose(mine[clear], dense(off, ids, 6)[clear], rtol=0, atol=1e-2)
+
+
 def test_ties_decide_nothing() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 1.0, 2.0]], dtype=torch.float64)
     assert route(logits, 1)[1].tolist() == [False, True]

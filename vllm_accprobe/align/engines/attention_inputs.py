@@ -6,7 +6,8 @@ halves; a wrong guess condemns a right layer. The idea: how mine made its own sa
 what a module of its block gave out, golden's is that module's output; where the block calls a rotary embedding, its
 settings say how it turns; elsewhere (vLLM's backend for models of transformers, whose code turns) the form that alone
 gives mine's values out of mine's own tensors. What no form gives is not compared. Cosines of golden whose neighbours
-are alike say how golden turns, whatever mine does. Formulas: derived.py.
+are alike say how golden turns, whatever mine does, and so do the probabilities of its attention, where it has them.
+Formulas: derived.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
 
-_ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn")
+_ATTENTION = re.compile(r".*layers\.\d+\.self_attn")
 _ROLES = {"input.query": "q", "input.key": "k", "input.value": "v"}
 _TURNED = {"input.query": (OUTPUT, "inplace.query"), "input.key": ("output.1", "inplace.key")}
 """What a rotary embedding makes of its inputs."""
@@ -36,17 +38,21 @@ _ROWS = 64
 _NEAR = 0.02
 """Chosen: relative error of these rows. Rounding q, cos, sin and their products to bfloat16 gives 0.4 to 0.6 %, another
 form 20 % and more where a row stands behind the first few."""
+_FITS, _APART = 1e-3, 1e-1
+"""Chosen: shares of the scores that a scale does not explain: of golden's own form (a cap or a bias is beyond the first
+number), and of the other one."""
 
 
-def attention_inputs(own: Any) -> tuple[dict[str, tuple[TapRule, ...]], dict[tuple[str, str], str]]:
+def attention_inputs(own: Any, theirs: Any) -> tuple[dict[str, tuple[TapRule, ...]], dict[tuple[str, str], str]]:
     """(rules by tap, of attention and of the rotary embedding in front of it; by place, why it is not compared). own: a
     dump of vLLM."""
     rules: dict[str, tuple[TapRule, ...]] = {}
     changed: dict[tuple[str, str], str] = {}
+    golden = _blocks(theirs)
     for path, taps in _blocks(own).items():
         if not _ATTENTION.fullmatch(path):
             continue
-        block = _Block(own, path, taps)
+        block = _Block(own, path, taps, _Block(theirs, path, golden[path]) if path in golden else None)
         attention = [part for r in taps.get(f"{path}.attn", ()) if r.role in _ROLES for part in block.rules(r)]
         rotary = [part for role in _TURNED if block.turns in taps for part in block.turned(role)]
         for tap, parts in ((f"{path}.attn", attention), (block.turns, rotary)):
@@ -74,6 +80,7 @@ class _Block:
     dump: Any
     path: str
     taps: dict[str, list[Record]]
+    golden: _Block | None = None
 
     @property
     def turns(self) -> str:
@@ -136,15 +143,54 @@ class _Block:
         return None
 
     def _rope(self, role: str, tap: str, heads: tuple[int, ...] = ()) -> list[RoleRule]:
-        return rope(role, tap, self.path, self.path[: self.path.rindex(".layers.")], heads)
+        model = self.path.rpartition("layers.")[0].rpartition(".")[0]
+        return rope(role, tap, self.path, model, self.golden_heads or heads)
+
+    @cached_property
+    def golden_heads(self) -> tuple[int, ...]:
+        """`Derived.heads` of the one form that gives golden's attention its probabilities; () where that is not known.
+        They are a softmax of the queries' and keys' products, times a scale."""
+        golden, size = self.golden, self._size()
+        if golden is None or not size:
+            return ()
+        made = [[t for t in self._made_by(role) if t in golden.taps][:1] for role in _TURNED]
+        places = [(tap, OUTPUT) for taps in made for tap in taps]
+        places += [(self.path, f"input.position_embeddings.{k}") for k in (0, 1)] + [(self.path, "output.1")]
+        has = {(r.tap, r.role): r for records in golden.taps.values() for r in records}
+        rows = [found for place in places if place in has and (found := golden._rows(has[place])) is not None]
+        if len(rows) < 5 or any(len(x) != len(rows[0]) for x in rows):
+            return ()
+        query, key, cos, sin, shares = rows
+        n, heads, groups = len(query), query.shape[1] // size, key.shape[1] // size
+        fits = heads and groups and not heads % groups and not shares.shape[1] % heads and cos.shape[1] <= size
+        if not fits or cos.shape != sin.shape or cos.shape[1] % 2 or shares.shape[1] // heads < n:
+            return ()
+        shares = shares.reshape(n, heads, -1)[:, :, :n]
+        seen = shares > 0
+        left = []
+        for pairs in (0, 1):
+            q, k = (derived.rope(x[:, : m * size], cos, sin, size, pairs).reshape(n, m, size)
+                    for x, m in ((query, heads), (key, groups)))  # fmt: skip
+            scores = np.einsum("ihd,jhd->ihj", q, np.repeat(k, heads // groups, axis=1))
+            logs = np.log(np.where(seen, shares, 1.0))
+            x, y = (_centred(v.astype(np.float64), seen) for v in (scores, logs))
+            left.append(1.0 - (x * y).sum() ** 2 / max((x * x).sum() * (y * y).sum(), 1e-300))
+        return (size, int(np.argmin(left))) if min(left) <= _FITS and max(left) >= _APART else ()
+
+    def _size(self) -> int:
+        """Of a head of mine's attention; 0 where that is not known."""
+        attention = f"{self.path}.attn"
+        sizes = (m.attrs.get("head_size") for of in self.dump.modules.values() for m in of if m.tap == attention)
+        size = next(sizes, None)
+        return size if isinstance(size, int) and size > 0 else 0
 
     def _by_values(self, r: Record, letter: str) -> list[RoleRule]:
         """The one form that gives ``r`` out of what the block has; none where it is not known."""
         wanted = self._rows(r)
         turning = (x for x in self.taps.get(self.path, ()) if x.role.startswith("input.position_embeddings."))
         angles = [rows for x in turning if (rows := self._rows(x)) is not None]
-        size = next((m.attrs.get("head_size") for of in self.dump.modules.values() for m in of if m.tap == r.tap), None)
-        if wanted is None or not isinstance(size, int) or size < 1 or wanted.shape[1] % size:
+        size = self._size()
+        if wanted is None or not size or wanted.shape[1] % size:
             return []
         turn = len(angles) == 2 and angles[0].shape == angles[1].shape and angles[0].shape[1] in range(2, size + 1, 2)
         found: list[list[RoleRule]] = []
@@ -191,3 +237,10 @@ class _Block:
         except (DumpError, OSError):
             return None
         return value.reshape(len(value), -1)
+
+
+def _centred(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """``values`` less the mean of those that are seen along the last axis; 0 where they are not."""
+    values = np.where(seen, values, 0.0)
+    mean = values.sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
+    return np.asarray(np.where(seen, values - mean, 0.0))

@@ -8,20 +8,18 @@ made as mine makes its own (attention_inputs.py), tensors in another order (othe
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_accprobe.align.engines.vllm_names import OUTPUT
+from vllm_accprobe.dump.block_code import FORWARD, parsed, same, scaled
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import Record
 
 Place = tuple[str, str]
 """(tap, role)."""
-_SCALED = re.compile(r"\((\w+(?:\[\d+\])?) \* [-\d.e]+\)")
-"""A formula of something times a number."""
 _READERS = 16
 """Chosen: places behind an output at which its values are tried; one tensor has about six."""
 
@@ -39,16 +37,16 @@ def scaled_in_front(theirs: Any, own: Any) -> dict[Place, str]:
     """Inputs that by the code around them are something times a number on one side and that thing itself on the other,
     whose module may multiply itself, for no formula describes what it computes (Falcon-H1): by (tap, role), why they
     are two things."""
-    sides = [{m.tap: object_at(m.attrs, "forward") for of in d.modules.values() for m in of} for d in (theirs, own)]
+    sides = [{m.tap: object_at(m.attrs, FORWARD) for of in d.modules.values() for m in of} for d in (theirs, own)]
     found: dict[Place, str] = {}
     for tap, formulas in sides[1].items():
         known = sides[0].get(tap) or {}
         for name, formula in (formulas or {}).items():
             child, _, role = name.removeprefix("inside.").partition("/")
-            pair = known.get(name), formula
-            scaled = [(m, side) for side in (0, 1) if (m := _SCALED.fullmatch(str(pair[side]))) is not None]
+            pair = [parsed(known.get(name)), parsed(formula)]
+            multiplied = [(x, side) for side in (0, 1) if (x := scaled(pair[side])) is not None]
             if role and name.startswith("inside.") and any(
-                m[1] == pair[1 - side] and sides[1 - side].get(f"{tap}.{child}") == {} for m, side in scaled
+                same(x, pair[1 - side]) and sides[1 - side].get(f"{tap}.{child}") == {} for x, side in multiplied
             ):
                 found[f"{tap}.{child}", f"input.{role}"] = "one side's code multiplies in front of the module"
     return found

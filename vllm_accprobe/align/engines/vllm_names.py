@@ -11,12 +11,12 @@ experts' weights have no rule: each platform packs them differently. Not here: h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from vllm_accprobe.align.mapping import ROPE, Rename, RoleRule, Rules, Source, TapRule
+from vllm_accprobe.dump.block_code import FORWARD, output_of, parsed
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 
@@ -63,8 +63,7 @@ def rope(mine: str, tap: str, attention: str, model: str, heads: tuple[int, ...]
 
 
 OUTPUT = "output.0"
-_BLOCK = r"re:(.*)\.layers\.(\d+)\.self_attn"
-_HERE = "{1}.layers.{2}.self_attn."
+_BLOCK = r"re:(.*layers\.\d+\.self_attn)"
 
 
 _STREAM = "input.hidden_states"
@@ -89,7 +88,7 @@ _RULES = (
     _rule(
         "attention's output ← o_proj's input",
         _BLOCK + r"\.attn",
-        _one("output.0", _HERE + "o_proj", "input.input", equal=_HERE + "o_proj/input."),  # a gate may stand between
+        _one("output.0", "{1}.o_proj", "input.input", equal="{1}.o_proj/input."),  # a gate may stand between
     ),
     _rule(
         "a gated norm's x, z ← hidden_states, gate",
@@ -193,6 +192,11 @@ _RENAMES = (
     Rename(r"re:model\.language_model(.*)", "language_model.model{1}", "language_model.model is model.language_model"),
     Rename("lm_head", "language_model.lm_head", "language_model.lm_head is lm_head"),
     Rename(
+        r"re:(.*model)\.((?:embed_tokens|altup_projections|per_layer_).*)",
+        "{1}.self_decoder.{2}",
+        "self_decoder holds what model holds",
+    ),
+    Rename(
         r"re:(.*\.layers\.\d+)\.mlp((?:\.(?:gate|router|experts)(?:\..*)?)?)",
         "{1}.block_sparse_moe{2}",
         "block_sparse_moe is mlp",
@@ -223,8 +227,6 @@ _RENAMES = (
 RULES = Rules("the built-in table", _RENAMES, _RULES)
 
 
-_CHILD = re.compile(r"(\w+)\[0\]")
-"""A formula (capture/taps/formulas.py) of what a child gave out."""
 _TRANSPOSED = ("Conv1D",)
 """Classes of transformers that multiply by their weight, where a linear layer's is transposed."""
 _PER_GROUP = ("BloomAttention", "FalconAttention", "FalconFlashAttention2", "GPTNeoXAttention", "InternLM2Attention",
@@ -251,11 +253,11 @@ def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
                 roles = ("param.weight", "param.bias", "output.0")
                 parts = [RoleRule(r, (Source(tap, r),), heads=(groups, heads // groups)) for r in roles]
                 found[tap] = (_rule("query, key, value ← those of each group of heads", tap, *parts),)
-        elif tap in modules and (known := object_at(modules[tap].attrs, "forward")) is not None:
-            gives = _CHILD.fullmatch(str((object_at(module.attrs, "forward") or {}).get(OUTPUT, "")))
-            child = own_classes.get(f"{tap}.{gives[1]}", "") if gives is not None else ""
-            if gives is not None and OUTPUT not in known and child.endswith("Linear"):  # one layer is the same in both
-                found[tap] = (_rule(f"output ← {gives[1]}'s", tap, _one(OUTPUT, f"{tap}.{gives[1]}", OUTPUT)),)
+        elif tap in modules and (known := object_at(modules[tap].attrs, FORWARD)) is not None:
+            child, number = output_of(parsed((object_at(module.attrs, FORWARD) or {}).get(OUTPUT))) or ("", 0)
+            one_layer = own_classes.get(f"{tap}.{child}", "").endswith("Linear")  # which is the same in both
+            if child and not number and OUTPUT not in known and one_layer:
+                found[tap] = (_rule(f"output ← {child}'s", tap, _one(OUTPUT, f"{tap}.{child}", OUTPUT)),)
     return found
 
 

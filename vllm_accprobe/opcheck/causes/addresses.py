@@ -290,7 +290,7 @@ def _handed(trial: Trial) -> Iterator[Guess]:
     call, code = trial.call, trial.call.attrs.get(FORWARD) or {}
     outputs = {f"{path}[{role[7:]}]": r.shape for path, role, r in call.extra.get("children", ()) if role[7:].isdigit()}
     sources = {name: t.shape for name, t in call.inputs.items()} | outputs
-    for role in (r for r in trial.roles() if r.startswith(INSIDE)):
+    for role in (r for r in trial.roles() if r.startswith(INSIDE) and r in code):  # a recurrence computes the others
         size = trial.mine(role).numel()
         fits = [name for name, shape in sources.items() if math.prod(shape) == size and name != code.get(role)]
         yield from (Guess((role.removeprefix(INSIDE), name), choices=len(fits)) for name in fits)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.derived import Derived, Relations, plain, spread
+from vllm_accprobe.align.mapping import ROPE
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
@@ -42,6 +43,7 @@ NOT_REPLAYED = "it was not replayed"
 WRONG = "it is wrong for its own inputs"
 GOLDEN_TOO = "golden: "
 UNSEEN = "what it read was computed where nothing was captured"
+TURNED = "mine's rotary embedding does not turn what golden's reads as golden does"
 UNSUMMED = "nobody adds up the ranks' partial sums of it"
 _NEAREST = 48
 """Chosen: so many tensors in front of an input are tried as what it was built from; a layer of a model has about 30."""
@@ -126,6 +128,11 @@ def explain(
     units = [u for u in plan.units if not u.is_param and (
         place_of(*u.key) in wanted or u.key[0] in inside or not inside.isdisjoint(enclosing(u.key[0])))]  # fmt: skip
     right: Callable[[Unit], tuple[np.ndarray, str]] | None = None
+    if computed is not None and any(_rotations(g.records) for u in units for g in u.golden):
+        right, sides[0].checks_turns = computed(plan), True
+        for unit in (u for u in plan.units if u.key[1].startswith(("output", "inplace"))):
+            if any(_rotations(g.records) for g in unit.golden):
+                sides[0].learn_turned(unit.golden, *right(unit))
     for unit in units:
         if computed is None:
             continue
@@ -189,6 +196,9 @@ class _Replayed:
         self._known: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._computed: dict[tuple[int, int | None, int], tuple[np.ndarray | None, str]] = {}
         self._relations: tuple[tuple[int, int | None], Relations] | None = None
+        self.checks_turns = False
+        self._turned: dict[_Made, tuple[np.ndarray, str]] = {}
+        """By rotation of golden, the rows that are what mine's rotary embedding makes of the same inputs."""
 
     def groups(self, groups: Sequence[Group]) -> tuple[np.ndarray, set[int], str]:
         """(keys of the rows that are explained, steps whose tensors without rows are, why the first other is not)."""
@@ -199,8 +209,9 @@ class _Replayed:
             every = self._keys(group.first) if group.where is not None else None
             found: np.ndarray | None = every
             known = True
-            for record in _parts(group.records):
-                keys, reason = self._with_reads(record)
+            found_by = [self._with_reads(record) for record in _parts(group.records)]
+            found_by += [self._turned.get(_made(r), (None, TURNED)) for r in self._turning(group.records)]
+            for keys, reason in found_by:
                 why = why or reason
                 if keys is None:
                     known = False
@@ -233,6 +244,17 @@ class _Replayed:
                 return None, why
             keys = np.intersect1d(keys, known) if self._keys(r) is not None else keys
         return keys, why
+
+    def _turning(self, records: Iterable[Record]) -> list[Derived]:
+        return _rotations(records) if self.checks_turns else []
+
+    def learn_turned(self, groups: Iterable[Group], keys: np.ndarray, left: str) -> None:
+        """These rows of golden are what mine's rotary embedding makes of what golden's reads. A rotation of golden is
+        made here, of its cosines: that mine is right for its own settings says nothing of what these should be."""
+        for r in (r for g in groups for r in _rotations(g.records)):
+            every = self._keys(r)
+            if every is not None:
+                self._turned[_made(r)] = np.intersect1d(every, keys), left or TURNED
 
     def learn(self, groups: Iterable[Group], keys: np.ndarray, left: str) -> None:
         """These rows of the groups are right, too, where a group is a tensor of the dump as it is, and no replay found
@@ -306,7 +328,9 @@ class _Replayed:
             self._relations = moment, Relations(self._dump, rows=None)
         before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]
         shown = {str(x.seq): _OfRecord(x) for x in before}
-        flat = [replace(r, shape=(r.shape[0], math.prod(r.shape[1:])))] if len(r.shape) > 2 and not r.row_dim else []
+        rows = self._spread.get((*moment, r.seq), r).shape[:1]
+        alike = not rows or not rows[0] or r.row_dim or (rows == r.shape[:1] and len(r.shape) < 3)
+        flat = [] if alike else [replace(r, shape=(*rows, math.prod(r.shape) // rows[0]))]
         found = (self._relations[1].explain(_OfRecord(one), list(shown.items())) for one in (r, *flat))
         relation = next((each for each in found if each is not None), None)
         return [] if relation is None else [shown[name].record for name in relation.takes]
@@ -372,4 +396,20 @@ def _parts(records: Iterable[Record]) -> list[Record]:
     found: list[Record] = []
     for r in records:
         found += _parts(r.parts) if isinstance(r, Derived) else [r]
+    return found
+
+
+_Made = tuple[tuple[tuple[int, int | None, int], ...], tuple[int, ...]]
+"""Of which tensors a rotation is made, and the form of it."""
+
+
+def _made(r: Derived) -> _Made:
+    return tuple((p.rank, p.step, p.seq) for p in _parts(r.parts)), r.heads
+
+
+def _rotations(records: Iterable[Record]) -> list[Derived]:
+    """Those of ``records``, and of what they are made of, that are turned by an angle."""
+    found: list[Derived] = []
+    for r in (x for x in records if isinstance(x, Derived)):
+        found += [r] if r.join == ROPE else _rotations(r.parts)
     return found

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.dump.block_code import FORWARD, INSIDE
+from vllm_accprobe.dump.block_code import FORWARD, INSIDE, output_of, parsed
 from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.reference import (
     RECEIVED,
@@ -233,10 +233,7 @@ class Formula:
 
     def expected(self, text: str) -> Expected:
         decline_if(any(_holds(text, word) for word in self._changed()), "a part of the block changed what it received")
-        try:
-            tree = ast.parse(_named(text), mode="eval").body if len(text) <= _LONGEST else None
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            tree = None
+        tree = parsed(text)
         if tree is None:
             raise Declined(NO_FORMULA)
         try:
@@ -370,7 +367,7 @@ class Formula:
 
 
 NO_FORMULA = "a block whose formula this release does not know"
-_LONGEST, _SHORT, _INPLACE = 4000, 200, "inplace."
+_SHORT, _INPLACE = 200, "inplace."
 _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
@@ -386,18 +383,10 @@ def _holds(text: str, word: str) -> bool:
 
 def _place(node: ast.Subscript) -> tuple[str, int]:
     """The path and number that ``path[k]`` names."""
-    if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, int):
+    found = output_of(node)
+    if found is None:
         raise Declined(NO_FORMULA)
-    return _WAS_NUMBERED.sub(r"\1", ast.unparse(node.value)), node.slice.value
-
-
-_NUMBERED = re.compile(r"(?<=\.)(\d+)(?=[.\[])|(?<![\w.])(\d+)(?=\.[A-Za-z_])")
-_WAS_NUMBERED = re.compile(r"\b_i(\d+)")
-
-
-def _named(text: str) -> str:
-    """With names for the parts of a list of modules: ``layers.2`` is none of Python's."""
-    return _NUMBERED.sub(lambda m: f"_i{m[1] or m[2]}", text)
+    return found
 
 
 def _errors(e: Any) -> tuple[Any, Any]:

@@ -25,13 +25,17 @@ from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.parts import Arguments, param_if, unit_of
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, gamma, once, subnormal
 
-_SOFTMAX, _SIGMOID = "softmax", "sigmoid"
+_SOFTMAX, _SIGMOID, _MIXER = "softmax", "sigmoid", "sparse mixer"
+_FUNCTIONS = {"phimoe_routing_function": _MIXER}
+"""Functions of models by which vLLM chooses experts, and the scores of `route` that these are."""
+_WITHIN = 0.02
+"""Twice the default of vLLM's ``sparsemixer``, 0.01, which its router never changes."""
 _OF_TYPE = {
     "mixtral": (_SOFTMAX, True), "qwen2_moe": (_SOFTMAX, False), "qwen3_moe": (_SOFTMAX, False),
     "olmoe": (_SOFTMAX, False), "deepseek_v2": (_SOFTMAX, False), "deepseek_v3": (_SIGMOID, True),
     "deepseek_v32": (_SIGMOID, True), "glm4_moe": (_SIGMOID, True), "glm4_moe_lite": (_SIGMOID, True),
     "glm4v_moe": (_SIGMOID, True), "glm4v_moe_text": (_SIGMOID, True), "glm_moe_dsa": (_SIGMOID, True),
-    "dots1": (_SIGMOID, False), "exaone_moe": (_SIGMOID, True),
+    "dots1": (_SIGMOID, False), "exaone_moe": (_SIGMOID, True), "phimoe": (_MIXER, False),
 }  # fmt: skip
 """model_type → (the scores that transformers' model of this type makes in its code, its default of norm_topk_prob).
 Those with sigmoid correct their scores and choose among groups whatever config.json says of a method."""
@@ -53,6 +57,8 @@ def route(
     """(weights [tokens, experts], zero where not chosen; clear [tokens] bool: no tie decided) from float64 logits.
 
     tie: two scores nearer than this, relatively, are a tie."""
+    if scoring == _MIXER:
+        return _sparse_mixer(logits, top_k, tie)
     if scoring == "softmax":
         scores = torch.softmax(logits, -1)
     elif scoring == "sigmoid":
@@ -74,6 +80,23 @@ def route(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * factor, clear
+
+
+def _sparse_mixer(logits: Any, top_k: int, tie: float) -> tuple[Any, Any]:
+    """As `route`: one expert after the other, the best that is left, weighed by a softmax of those that are left and
+    near it [L. Liu et al., arXiv 2409.12136, as vLLM's phimoe.py has it]. A logit at the edge of what is near has no
+    reference, for the weight jumps there."""
+    left, weights = logits, torch.zeros_like(logits)
+    clear = torch.ones(len(logits), dtype=torch.bool)
+    for _ in range(top_k):
+        at, gap = _top(left, 1, 0.0)  # logits are compared as they are
+        best = left.gather(1, at)
+        apart = (best - logits) / logits.abs().clamp(min=best)
+        clear &= gap & ((apart - _WITHIN).abs() > tie * _WITHIN).all(-1)
+        shares = torch.softmax(left.masked_fill(apart > _WITHIN, float("-inf")), -1)
+        weights = weights.scatter(1, at, shares.gather(1, at))
+        left = left.scatter(1, at, float("-inf"))
+    return weights, clear
 
 
 def _top(values: Any, k: int, tie: float) -> tuple[Any, Any]:
@@ -185,7 +208,10 @@ def choosing(call: Call) -> dict[str, Any]:
     if router.get("class", _ROUTERS[0]) not in _ROUTERS:
         raise Declined(f"how {router['class']} chooses experts has no reference")
     says = {**call.parent, **router}
-    if function := says.get("custom_routing"):
+    if (function := says.get("custom_routing")) in _FUNCTIONS:
+        return {"scoring": _FUNCTIONS[function], "renormalize": False, "groups": 1, "top_groups": 1, "factor": 1.0,
+                "bias": None}  # fmt: skip
+    if function:
         raise Declined(f"its experts are chosen by a function of the model, {function}")
     found, bias = routing_settings(call.config), call.extra.get("gate", {}).get("e_score_correction_bias")
     found |= {name: kind(says[word]) for name, word, kind in _RECORDED if says.get(word) is not None}
