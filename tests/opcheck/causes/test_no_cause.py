@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from opcheck.cause_calls import TABLE, attention, drawn, explained, gated, layer_norm, linear, norm, with_output
+from opcheck.planted_addresses import fused_qkv
 
 from vllm_accprobe.opcheck.causes import addresses
 from vllm_accprobe.opcheck.reference import Call, Declined
 
 MAKERS: dict[str, Callable[[], Call]] = {
     "norm": lambda: norm(residual=False), "layer norm": layer_norm, "gate": gated, "linear": linear,
-    "attention": attention,
+    "attention": attention, "views": lambda: fused_qkv("value"),
 }  # fmt: skip
 
 

@@ -161,8 +161,8 @@ def _read_at(
 
 
 def _with_input(call: Call, place: str, tensor: Any) -> Call:
-    found = by_place(call, lambda t, at: tensor if at == place else t)
-    extra = {"cache": this_step(call.extra["cache"], found.inputs)} if "cache" in call.extra else {}
+    found, name = by_place(call, lambda t, at: tensor if at == place else t), place.removeprefix("inputs.")
+    extra = {"cache": this_step(call.extra["cache"], {name: tensor})} if "cache" in call.extra else {}
     return edited(found, inputs=found.inputs, extra=extra)
 
 
