@@ -345,7 +345,7 @@ _ADDRESSES = (
     Plant(ADDRESS, "linear_as", "halves exchanged", ("wide",), r"halves"),
     Plant(ADDRESS, "norm_as", "tail left out", ("norm",), r"last \d+ columns left out", (16, 32), _same, _rms,
           within=1e-6),
-    Plant(ADDRESS, "norm_as", "view", ("head norm",), r"without the gaps of its view",
+    Plant(ADDRESS, "norm_as", "view", ("head norm",), r"read as if it were contiguous",
           fits=lambda a, p: a.norm == "rms" and not a.corrected),
     Plant(ADDRESS, "rotary_as", "positions of rows", ("rotary",), r"position of a row in the batch|one run"),
     Plant(ADDRESS, "rotary_as", "positions of chunks", ("rotary",), r"begin at 0 in each chunk"),

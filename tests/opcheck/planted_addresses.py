@@ -14,6 +14,7 @@ from opcheck.cause_calls import (
     WIDTH,
     attention,
     drawn,
+    gated,
     given,
     linear,
     norm,
@@ -32,7 +33,7 @@ from vllm_accprobe.dump.schema import Request, RowSpace, SamplingParameters, Seg
 from vllm_accprobe.judge import sampling_rules
 from vllm_accprobe.opcheck.calls import sampler_calls
 from vllm_accprobe.opcheck.calls.neighbours import Past
-from vllm_accprobe.opcheck.calls.views import view_of
+from vllm_accprobe.opcheck.calls.views import by_place, view_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import RowAdapters
 
@@ -70,6 +71,52 @@ def norm_of_a_view(first: int, layout: str = "") -> Call:
     if layout and found is not None:
         call = replace(call, views={"inputs.x": found}, parent={})
     return with_output(call, F.rms_norm(read, (HEAD,), weight.double(), EPS))
+
+
+def as_contiguous(call: Call, place: str, view: Any, y: Callable[[Any], Any], begin: int | None = None) -> Call:
+    """``call``, whose input or argument is ``view``; the kernel ``y`` takes it for contiguous, and to begin at element
+    ``begin`` of its storage."""
+    size = view.untyped_storage().nbytes() // view.element_size()
+    memory = torch.cat((view.as_strided((size,), (1,), 0), drawn(9, view.numel())))  # what lies behind is nobody's
+    read = memory[view.storage_offset() if begin is None else begin :][: view.numel()].reshape(view.shape)
+    lies = view_of(view.shape, view.stride(), view.storage_offset())
+    call = by_place(call, lambda t, at: view.contiguous() if at == place else t)
+    return with_output(replace(call, views={} if lies is None else {place: lies}), y(read.double()))
+
+
+def product_of(view: Any, begin: int | None = None) -> Call:
+    call = linear()
+    weight, bias = (call.params[n].double() for n in ("weight", "bias"))
+    return as_contiguous(call, "inputs.input_", view, lambda x: x @ weight.T + bias, begin)
+
+
+def gate_of_a_transpose() -> Call:
+    view = drawn(1, 2 * WIDTH, 24).t()
+    return as_contiguous(gated(), "inputs.x", view, lambda x: F.silu(x[:, :WIDTH]) * x[:, WIDTH:])
+
+
+def norm_operator() -> Call:
+    """torch.ops._C.rms_norm(out, input, weight, epsilon) of half of each row."""
+    view, weight = drawn(1, 24, 2, WIDTH)[:, 1], drawn(2, WIDTH) + 2.0
+    call = Call("op", "torch.ops._C.rms_norm", args=(torch.zeros(24, WIDTH), view, weight, EPS))
+    found = as_contiguous(call, "args.1", view, lambda x: F.rms_norm(x, (WIDTH,), weight.double(), EPS))
+    return replace(found, outputs={"inplace.input.0": found.outputs["output.0"]})
+
+
+def fused_qkv(name: str) -> Call:
+    """Attention whose query, key and value are parts of one tensor's rows; the kernel takes one for contiguous."""
+    call = of_two(lambda own, other: own)
+    memory, first = torch.cat([call.inputs[n] for n in ("query", "key", "value")], 1), 0
+    views, read = {}, dict(call.inputs)
+    for n, t in call.inputs.items():
+        lies = view_of(t.shape, (memory.shape[1], 1), first)
+        views |= {} if lies is None else {f"inputs.{n}": lies}
+        if n == name:
+            read[n] = memory.flatten()[first:][: t.numel()].reshape(t.shape)
+        first += t.shape[1]
+    q, k, v = (read[n].unflatten(0, (2, 64)) for n in ("query", "key", "value"))
+    out = torch.cat([softmax(q[n], k[n], v[n], 0, scale=0.2) for n in range(2)])
+    return with_output(replace(call, views=views), out)
 
 
 CHUNKS = torch.cat((torch.arange(40, 60), torch.arange(7, 20)))
@@ -256,9 +303,16 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "row before": (lambda: of_rows(lambda y: assigned(y, slice(4, 12), y[3:11])), "rows_shifted"),
     "q read without gaps": (lambda: norm_of_a_view(0), "view_read_as_contiguous"),
     "k read without gaps": (lambda: norm_of_a_view(HEADS), "view_read_as_contiguous"),
-    "k by its strides": (lambda: norm_of_a_view(HEADS, "strides"), "view_read_as_contiguous"),
-    "k in known memory": (lambda: norm_of_a_view(HEADS, "memory"), "gaps_not_skipped"),
-    "k without its offset": (lambda: norm_of_a_view(HEADS, "offset"), "offset_not_added"),
+    "k by its strides": (lambda: norm_of_a_view(HEADS, "strides"), "strides_ignored"),
+    "k in known memory": (lambda: norm_of_a_view(HEADS, "memory"), "strides_ignored"),
+    "k without its offset": (lambda: norm_of_a_view(HEADS, "offset"), "offset_ignored"),
+    "half of each row": (lambda: product_of(drawn(1, 24, 2, WIDTH)[:, 0]), "strides_ignored"),
+    "every second row": (lambda: product_of(drawn(1, 48, WIDTH)[1::2]), "strides_ignored"),
+    "every second row, from the first on": (lambda: product_of(drawn(1, 48, WIDTH)[1::2], 0), "view_ignored"),
+    "input a transpose": (gate_of_a_transpose, "strides_ignored"),
+    "operator's argument": (norm_operator, "strides_ignored"),
+    "query in qkv": (lambda: fused_qkv("query"), "strides_ignored"),
+    "value in qkv": (lambda: fused_qkv("value"), "strides_ignored"),
     "transposed": (lambda: product(lambda x, w, b: x @ w + b, square()), "weight_transposed"),
     "read transposed": (
         lambda: product(lambda x, w, b: x @ w.reshape(WIDTH, 48) + b), "weight_read_transposed",

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_accprobe.dump.block_code import FORWARD, INSIDE
+from vllm_accprobe.opcheck.calls.views import laid_out
 from vllm_accprobe.opcheck.reference import (
     BACKWARD,
     BY_ROWS,
@@ -138,8 +139,10 @@ class References:
         return not isinstance(self._kernels.find(name), Declined)
 
     def run(self, call: Call) -> Mapping[str, Tensor] | Declined:
-        """What the device where the tensors of ``call`` lie makes of it, by role, or why nothing. Never raises."""
-        return _outputs(self._kernels.find(call.cls), call)
+        """What the device where the tensors of ``call`` lie makes of it, by role, or why nothing, each input in its
+        captured layout. Never raises."""
+        found = self._kernels.find(call.cls)
+        return found if isinstance(found, Declined) else _outputs(found, laid_out(call))
 
 
 PARTS_ALONE = "only what its parts received was checked"

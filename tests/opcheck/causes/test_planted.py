@@ -392,7 +392,7 @@ def test_a_cause_that_raises_is_a_problem(error: Exception) -> None:
 
 MAKERS: dict[str, Callable[[], Call]] = {
     "norm": lambda: norm(residual=False), "layer norm": layer_norm, "gate": gated, "linear": linear,
-    "attention": attention,
+    "attention": attention, "views": lambda: planted_addresses.fused_qkv("value"),
 }  # fmt: skip
 
 
@@ -434,11 +434,11 @@ def test_a_call_whose_input_was_no_view_is_as_it_is() -> None:
     """The calls of one tap need not all have views."""
     call = norm(residual=False)
     contiguous = replace(call, inputs={"x": next(iter(call.inputs.values()))})
-    edits: list[tuple[Callable[..., Call], Any]] = [(addresses.ungapped, "[8, 4, 1]"), (addresses.without_offset, 4)]
-    for edit, parameter in edits:
-        assert edit(SimpleNamespace(call=contiguous), ("x", parameter)) is contiguous
+    for strides, offset in ((True, False), (False, True), (True, True)):
+        edit: Any = addresses.misread(strides, offset)
+        assert edit(SimpleNamespace(call=contiguous), ("x", "[8, 4, 1]", 4)) is contiguous
         with pytest.raises(Declined, match="no such input"):
-            edit(SimpleNamespace(call=replace(call, inputs={})), ("x", parameter))
+            edit(SimpleNamespace(call=replace(call, inputs={})), ("x", "[8, 4, 1]", 4))
 
 
 @pytest.mark.parametrize("operator", MAKERS)

@@ -48,6 +48,19 @@ class StoredCache:
             yield run.at, run.positions, run.past
 
 
+def this_step(cache: Any, inputs: Mapping[str, Any]) -> StoredCache:
+    """A cache whose rows of this step are those of ``inputs``, by name."""
+    runs = []
+    for at, positions, past in cache.requests():
+        rows = dict(past)
+        for name in rows.keys() & inputs.keys():
+            if len(positions) and int(positions.max()) < len(rows[name]):
+                rows[name] = rows[name].clone()
+                rows[name][positions] = inputs[name][at].reshape(len(at), *rows[name].shape[1:]).to(rows[name].dtype)
+        runs.append(CachedRun(at, positions, rows))
+    return StoredCache(runs, cache.why)
+
+
 @dataclass(frozen=True)
 class Inside:
     """A tensor captured inside a block; value: None where the block's reference does not read it."""

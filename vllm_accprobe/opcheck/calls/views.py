@@ -12,20 +12,25 @@ where the memory is found (module_index.py), the cause (causes/addresses.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.calls.random_inputs import draw, moments_of
-from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout
+from vllm_accprobe.opcheck.reference import Call, MemoryLayout
 
 _MOST = 1 << 26
 """Elements of a storage that is made again: a dump may come from a stranger."""
 _FAR, _ALIGNED = 1 << 20, 4096
 """Chosen: a view that begins further on than this many elements begins at the remainder by the second number: a cache
 is not made again for one of its layers, and what the address is a multiple of stays."""
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -52,24 +57,30 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if math.prod(shape) else 0
 
 
-def laid_out(call: Call) -> Call:
-    """``call`` with each input of `Call.views` in a storage of its own, at its stride and offset."""
+def by_place(call: Call, change: Callable[[Any, str], Any]) -> Call:
+    """``call`` with ``change(tensor, place)`` instead of each input and argument; places as in `Call.views`."""
 
-    def placed(value: Any, path: str) -> Any:
+    def changed(value: Any, place: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return in_memory(value, call.views[path]) if path in call.views else value
+            return change(value, place)
         if isinstance(value, (list, tuple)):
-            return type(value)(placed(v, f"{path}.{k}") for k, v in enumerate(value))
+            return type(value)(changed(v, f"{place}.{k}") for k, v in enumerate(value))
         return value
 
-    if not call.views:
-        return call
     return replace(
         call,
-        inputs={k: placed(v, f"inputs.{k}") for k, v in call.inputs.items()},
-        args=placed(tuple(call.args), "args"),
-        kwargs={k: placed(v, f"kwargs.{k}") for k, v in call.kwargs.items()},
+        inputs={k: changed(v, f"inputs.{k}") for k, v in call.inputs.items()},
+        args=changed(tuple(call.args), "args"),
+        kwargs={k: changed(v, f"kwargs.{k}") for k, v in call.kwargs.items()},
     )
+
+
+def laid_out(call: Call) -> Call:
+    """``call`` with each input of `Call.views` in a storage of its own, at its stride and offset; no views are left."""
+    if not call.views:
+        return call
+    views = call.views
+    return replace(by_place(call, lambda t, at: in_memory(t, views[at]) if at in views else t), views={})
 
 
 def in_memory(tensor: Any, view: MemoryLayout) -> Any:
@@ -111,13 +122,37 @@ def known_memory(tensor: Any, view: MemoryLayout) -> Any | None:
     return memory
 
 
-def without_gaps(tensor: Any, view: MemoryLayout) -> Any:
-    """What a kernel reads that takes the view for contiguous: as many elements, from the view's first one on. Raises
-    Declined where the memory is not known."""
-    memory = known_memory(tensor, view)
-    if memory is None or len(memory) < view.offset + tensor.numel():
-        raise Declined("the memory of its input is not known")
-    return memory[view.offset :][: tensor.numel()].reshape(tensor.shape)
+def read_at(
+    tensor: Any, view: MemoryLayout, stride: Sequence[int], begin: int, first: int = 0,
+    others: Iterable[tuple[Any, MemoryLayout]] = (),
+) -> tuple[Any, Any]:  # fmt: skip
+    """What a kernel reads that takes ``tensor`` to lie at another stride and offset, and which elements of that are
+    known, bool of its shape: of the tensor's own, of ``others`` in the same storage, and of the memory where it is
+    known. first: the row of the whole with which all of them begin."""
+    at = torch.full(tuple(tensor.shape), begin)
+    for dim, (n, s) in enumerate(zip(tensor.shape, stride, strict=True)):
+        numbers = torch.arange(n) + (0 if dim else first)
+        at += (s * numbers).reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+    memory = None if first else known_memory(tensor, view)
+    known = torch.zeros_like(at, dtype=torch.bool) if memory is None else at < len(memory)
+    found = torch.zeros_like(tensor) if memory is None else memory[at.clamp(max=len(memory) - 1)]
+    for t, lies in (*others, (tensor, view)):
+        own, index = _elements(t.shape, lies, at, first)
+        found, known = torch.where(own, t.reshape(-1)[index], found), known | own
+    return found, known
+
+
+def _elements(shape: Sequence[int], view: MemoryLayout, at: Any, first: int) -> tuple[Any, Any]:
+    """Of places in a storage, which are those of a tensor, bool, and of which of its elements, int64."""
+    rest, index, own = at - view.offset, torch.zeros_like(at), torch.full_like(at, math.prod(shape), dtype=torch.bool)
+    dense = contiguous(shape)
+    for dim in sorted(range(len(shape)), key=lambda d: -view.stride[d]):
+        if (shape[dim] > 1 or (first and not dim)) and view.stride[dim]:
+            number = rest // view.stride[dim] - (0 if dim else first)
+            rest = rest % view.stride[dim]
+            own &= (number >= 0) & (number < shape[dim])
+            index += number.clamp(0, shape[dim] - 1) * dense[dim]
+    return own & (rest == 0), index * own
 
 
 def some_rows(view: MemoryLayout, shape: Sequence[int], rows: Any) -> MemoryLayout:

@@ -3,7 +3,8 @@
 The problem: a kernel that reads or writes at a wrong place gives right numbers of something else. The idea: the edited
 call has its input or its weight in another order, or the expected output has its parts elsewhere. Which row another
 one's result stands in, and which columns, is read from mine's output, so that each way to choose as many counts as
-tried. Where no record has what the memory between a view's rows holds, those rows have no expected value.
+tried. Of a view's storage what its own elements, other views and earlier outputs hold is known; an output that reads
+the rest has no expected value.
 
 Not here: addresses that attention alone has (attention_causes.py), columns that are 0 (factors.py), a sum that stops
 early (linear_causes.py).
@@ -12,19 +13,20 @@ early (linear_causes.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.dump.block_code import FORWARD, INSIDE
-from vllm_accprobe.opcheck.calls.views import known_memory, without_gaps
+from vllm_accprobe.opcheck.calls.case import this_step
+from vllm_accprobe.opcheck.calls.views import by_place, contiguous, read_at
 from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, among, edited, moved, with_value
 from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, by_root, normed_input, own_epsilon
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, required
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, MemoryLayout, decline_if, required
 from vllm_accprobe.opcheck.references.linear import partial
 from vllm_accprobe.opcheck.references.parts import ranks_of
 
@@ -86,19 +88,12 @@ def _call_before(trial: Trial, _: int) -> Any:
     return value
 
 
-def _views(trial: Trial) -> Iterator[tuple[int, int]]:
-    """(heads in a token's row of the whole tensor, the first of the view's heads) of an input [tokens, heads, size]."""
-    _independent(trial)
+def _head_views(trial: Trial) -> Iterator[tuple[int, int]]:
+    """(heads in a token's row of the whole tensor, the first of the view's heads) of an input [tokens, heads, size]
+    whose strides are not known."""
     x = trial.call.maybe("x", "hidden_states", "input", "0")
-    if x is None or x.dim() != 3 or len(x) < 2 or trial.captured.whole is not None or list(_known_views(trial)):
-        raise Declined("its input is no view of heads")
-    of_inputs = ((trial.call.inputs.get(n.removeprefix("inputs.")), v) for n, v in trial.call.views.items())
-    captured = next((v for t, v in of_inputs if t is x), None)
-    if captured is not None:
-        row, head, one = captured.stride
-        if one == 1 and head == x.shape[2] and row % head == 0 and captured.offset % head == 0:
-            yield row // head, captured.offset // head % (row // head)
-        return
+    if x is None or x.dim() != 3 or len(x) < 2 or trial.call.views:
+        raise Declined("its input is no view of heads, or its strides are known")
     sizes = {**trial.call.config, **trial.call.parent}
     heads, kv = (sizes.get(n) for n in ("num_attention_heads", "num_key_value_heads"))
     heads, kv = trial.call.parent.get("num_heads", heads), trial.call.parent.get("num_kv_heads", kv)
@@ -107,50 +102,80 @@ def _views(trial: Trial) -> Iterator[tuple[int, int]]:
     yield from ((x.shape[1] * k, 0) for k in (2, 3))
 
 
-def _as_contiguous(trial: Trial, view: tuple[int, int]) -> Expected:
-    width, first = view
-    plain = trial.plain["output.0"]
-    y = plain.value.reshape(*trial.mine().shape)
-    tokens, heads = y.shape[:2]
-    at = first + torch.arange(tokens * heads)
-    token, head = at // width, at % width - first
-    known = ((head >= 0) & (head < heads)).reshape(tokens, heads, 1)
-    value = y[token, head.clamp(0, heads - 1)].reshape(y.shape)
-    mine = trial.mine().double()
-    value = torch.where(known, value, mine)  # it is not known what the memory between the rows holds
-    unknown = torch.where(known, 0.0, 8.0 * (mine - y).abs() + mine.abs()).expand(y.shape)
-    noise = unknown if plain.noise is None else plain.noise.expand(y.shape)[token, head.clamp(0, heads - 1)].reshape(
-        y.shape) + unknown  # fmt: skip
-    return replace(plain, value=value, noise=noise, bound=None, common=plain.common, exact=None)
+def _heads_as_contiguous(trial: Trial, view: tuple[int, int]) -> Any:
+    x, (width, first) = trial.call.tensor("x", "hidden_states", "input", "0"), view
+    size = x.shape[-1]
+    lies = MemoryLayout((width * size, size, 1), first * size)
+    place = next(f"inputs.{name}" for name, t in trial.call.inputs.items() if t is x)
+    return _read_at(trial, place, x, lies, contiguous(x.shape), lies.offset)
 
 
-def _known_views(trial: Trial) -> Iterator[tuple[str, str]]:
-    """(name, stride) of the inputs that were views of memory that the dump has."""
+def _views(trial: Trial) -> Iterator[tuple[str, str, int]]:
+    """(name, strides, offset) of the inputs and arguments that were views."""
     for place, view in trial.call.views.items():
-        name = place.removeprefix("inputs.")
-        if name in trial.call.inputs and known_memory(trial.call.inputs[name], view) is not None:
-            yield name, str(list(view.stride))
+        yield place.removeprefix("inputs."), str(list(view.stride)), view.offset
 
 
-def ungapped(trial: Trial, view: tuple[str, str]) -> Call:
-    """A call whose input was no view is the same without gaps."""
-    x, lies = _lies(trial, view[0])
-    return trial.call if lies is None else edited(trial.call, inputs={view[0]: without_gaps(x, lies)})
+def misread(strides: bool, offset: bool) -> Callable[[Trial, tuple[Any, ...]], Any]:
+    """A view that a kernel reads without its strides, its offset, or both."""
+
+    def found(trial: Trial, view: tuple[Any, ...]) -> Any:
+        """A call whose input was no view is as it is."""
+        place = next((p for p in (f"inputs.{view[0]}", str(view[0])) if p in trial.call.views), "")
+        tensors = _tensors(trial.call)
+        if not place:
+            decline_if(not {f"inputs.{view[0]}", view[0]} & tensors.keys(), "this call has no such input")
+            return trial.call
+        x, lies = required(tensors.get(place), "this call has no such input"), trial.call.views[place]
+        stride = contiguous(x.shape) if strides else lies.stride
+        return _read_at(trial, place, x, lies, stride, 0 if offset else lies.offset)
+
+    return found
 
 
-def _lies(trial: Trial, name: str) -> tuple[Any, Any]:
-    """An input and how it lay in memory, None where it was contiguous. Raises Declined."""
-    x = required(trial.call.inputs.get(name), "this call has no such input")
-    return x, trial.call.views.get(f"inputs.{name}")
+def _tensors(call: Call) -> dict[str, Any]:
+    """Inputs and arguments by place."""
+    found: dict[str, Any] = {}
+    by_place(call, lambda t, place: found.setdefault(place, t))
+    return found
 
 
-def without_offset(trial: Trial, view: tuple[str, int]) -> Call:
-    name = view[0]
-    x, lies = _lies(trial, name)
-    if lies is None or not lies.offset:
-        return trial.call
-    memory = required(known_memory(x, lies), "the memory of its input is not known")
-    return edited(trial.call, inputs={name: memory.as_strided(x.shape, lies.stride, 0)})
+def _read_at(
+    trial: Trial, place: str, x: Any, lies: MemoryLayout, stride: Sequence[int], begin: int
+) -> Any:  # fmt: skip
+    """The call, or its outputs, with an input read at another stride and offset. The call's other views of that shape
+    of storage are taken to lie in it. What is not known of it is tried as two numbers: an output that differs between
+    them has no expected value."""
+    tensors = _tensors(trial.call)
+    others = [(tensors[p], v) for p, v in trial.call.views.items()
+              if p != place and v.stride[0] == lies.stride[0] and v.offset != lies.offset
+              and p in tensors and tensors[p].dtype == x.dtype and len(tensors[p]) == len(x)]  # fmt: skip
+    read, known = read_at(x, lies, stride, begin, trial.captured.first, others)
+    if bool(known.all()):
+        return _with_input(trial.call, place, read)
+    decline_if(not x.is_floating_point() or x.element_size() < 2 or not known.any(), "its memory is not known")
+    wide = x.double().abs()
+    one, two = (trial.evaluate(_with_input(trial.call, place, torch.where(known, read, (k * wide + k).to(x.dtype))))
+                for k in (1, 2))  # fmt: skip
+    return {role: _where_equal(trial, role, e, two[role]) for role, e in one.items() if role in trial.roles()}
+
+
+def _with_input(call: Call, place: str, tensor: Any) -> Call:
+    found, name = by_place(call, lambda t, at: tensor if at == place else t), place.removeprefix("inputs.")
+    extra = {"cache": this_step(call.extra["cache"], {name: tensor})} if "cache" in call.extra else {}
+    return edited(found, inputs=found.inputs, extra=extra)
+
+
+def _where_equal(trial: Trial, role: str, e: Expected, other: Expected) -> Expected:
+    mine = trial.mine(role).double()
+    decline_if(e.value.numel() != mine.numel(), "some of its rows have no reference")
+    y = e.value.double().reshape(mine.shape)
+    known = y == other.value.double().reshape(mine.shape)
+    plain = trial.plain[role].value.double().reshape(mine.shape)
+    noise = torch.where(known, 0.0, 8.0 * (mine - plain).abs() + mine.abs())
+    if e.noise is not None:
+        noise = noise + e.noise.expand(e.value.shape).reshape(mine.shape)
+    return replace(e, value=torch.where(known, y, mine), noise=noise, bound=None, exact=None)
 
 
 def _heads_turned(trial: Trial, _: Any) -> Call:
@@ -319,13 +344,16 @@ CAUSES = (
              "with a table offset of {0}", lambda t, n: edited(t.call, attrs={"offset": n}),
              lambda t: among(n for n in range(5) if n != t.call.attrs.get("offset", 2))),
     CauseRow("view_read_as_contiguous", ADDRESS, RMS,
-             "of its input read without the gaps of its view (each token has {0} heads in memory)", _as_contiguous,
-             _views, whole=True),
-    CauseRow("gaps_not_skipped", ADDRESS, ANY, "of its {0} read without the gaps of its view (stride {1})", ungapped,
-             _known_views, whole=True),
-    CauseRow("offset_not_added", ADDRESS, ANY,
-             "of its {0} read from the beginning of its storage (its view begins at element {1})", without_offset,
-             lambda t: ((n, at) for n, _ in _known_views(t) if (at := t.call.views[f"inputs.{n}"].offset)), whole=True),
+             "of its input read as if it were contiguous (each token has {0} heads in memory)", _heads_as_contiguous,
+             _head_views, whole=True),
+    CauseRow("strides_ignored", ADDRESS, ANY, "of its {0} read as if it were contiguous (its strides are {1})",
+             misread(True, False), _views, whole=True),
+    CauseRow("offset_ignored", ADDRESS, ANY,
+             "of its {0} read from the beginning of its storage (its view begins at element {2})", misread(False, True),
+             lambda t: (v for v in _views(t) if v[2]), whole=True),
+    CauseRow("view_ignored", ADDRESS, ANY, "of its {0} read from the beginning of its storage as if it were contiguous "
+             "(its strides are {1}, its view begins at element {2})", misread(True, True),
+             lambda t: (v for v in _views(t) if v[2]), whole=True),
     CauseRow("input_heads_turned", ADDRESS, ANY, "with heads and channels exchanged in each row of its input",
              _heads_turned),
     CauseRow("weight_transposed", ADDRESS, LINEAR, "with its weight transposed", _transposed(True)),

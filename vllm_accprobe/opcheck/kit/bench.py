@@ -105,8 +105,8 @@ class Bench:
 
     def made(self, call: Call) -> Mapping[str, Any] | Declined:
         """What the kernel, or else the device, gives for ``call`` by role, each input in its captured layout."""
-        ready = laid_out(on(call, self.device))
-        return self.references.run(ready) if self.kernel is None else kernel_outputs(self.kernel, ready)
+        ready = on(call, self.device)
+        return self.references.run(ready) if self.kernel is None else kernel_outputs(self.kernel, laid_out(ready))
 
     def _outcome(
         self, case: Case, call: Call, role: str, mine: Any, expected: Mapping[str, Expected], way: str = CAPTURED

@@ -277,14 +277,8 @@ def _redrawn(call: Call) -> Call | None:
         return None
     extra = dict(call.extra)
     if isinstance(cache := extra.get("cache"), cases.StoredCache):
-        runs = []
-        for run in cache.runs:
-            past = {k: other(k, t) for k, t in run.past.items()}
-            for name, t in past.items():  # the rows of this step are the last ones of the history
-                if name in inputs and len(t) and int(run.positions.max()) < len(t):
-                    t[run.positions] = inputs[name][run.at].reshape(len(run.at), *t.shape[1:])
-            runs.append(replace(run, past=past))
-        extra["cache"] = cases.StoredCache(runs, cache.why)
+        runs = [replace(run, past={k: other(k, t) for k, t in run.past.items()}) for run in cache.runs]
+        extra["cache"] = cases.this_step(cases.StoredCache(runs, cache.why), inputs)
     views = dict(call.views)
     for name, _, view in _views(call):
         lies = in_memory(inputs[name], replace(view, memory=None))

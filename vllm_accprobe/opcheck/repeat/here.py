@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.case import closed, mapped
+from vllm_accprobe.opcheck.calls.views import laid_out
 from vllm_accprobe.opcheck.kit.bench import loaded
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
@@ -68,13 +69,13 @@ class MachineKernels:
 
     def run(self, call: Call, fill: int | None = None) -> Mapping[str, Any] | Declined:
         """Outputs by role, on the CPU, of a call that is `ready`. fill: a byte for the arguments that are only written
-        to. Inputs are copied: no run sees what another one wrote."""
+        to. Inputs are copied, in their captured layout: no run sees what another one wrote."""
         fresh = call.extra.get(FRESH, ())
         args = tuple(_copied(v, fill if k in fresh else None) for k, v in enumerate(call.args))
         kwargs = {k: _copied(v, fill if k in fresh else None) for k, v in call.kwargs.items()}
         again = replace(call, args=args, kwargs=kwargs, inputs={k: _copied(v, None) for k, v in call.inputs.items()})
         with torch.no_grad():
-            found = self._made(again)
+            found = self._made(laid_out(again))
         if isinstance(found, Declined):
             return found
         roles = [r for r in call.outputs if r in found] or [r for r in found if r.startswith("output.")]

@@ -91,7 +91,7 @@ def _gradients(call: Call, references: References, device: str, seed: int) -> It
 
     exact = exact_gradients(call, lambda wide: differentiated(references, wide), {"output.0": up})
     same, leaves = leaves_of(call, None, device, 0.0)
-    mine = references.run(same)
+    mine = references.run(replace(same, views={}))
     if isinstance(mine, Declined):
         raise mine
     theirs = grad([(mine["output.0"], up.to(device))], leaves)

@@ -23,6 +23,7 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.module_index import to_torch
 from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.calls.views import laid_out
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
@@ -193,9 +194,9 @@ def forward_native(call: Call) -> dict[str, Any] | None:
             setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
         module.__dict__ |= {"variance_size_override": None, "pass_weight": True, "pass_weight_add": True}
         names = _PLACED.get(call.cls, ("x", "input", "0"))
-        inputs = [call.inputs[n].clone() for n in names if n in call.inputs]
+        placed = laid_out(replace(call, inputs={n: call.inputs[n].clone() for n in names if n in call.inputs}))
         with torch.no_grad():
-            result = module.forward_native(*inputs)  # bound, or static as some of vLLM's are
+            result = module.forward_native(*placed.inputs.values())  # bound, or static as some of vLLM's are
     except Exception:  # another version of vLLM needs more than was recorded: torch's operators stand in
         return None
     values = result if isinstance(result, (tuple, list)) else (result,)
