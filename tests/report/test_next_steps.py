@@ -113,6 +113,10 @@ def test_each_command_runs_as_it_is_printed(kind, tmp_path, monkeypatch, capsys)
         assert asked[0] == asked[1]  # the same request on both sides
     elif kind == "renamed":
         assert asked[1] == f"golden-{asked[0]}"
+    named = json.loads((out / "compare.json").read_text())["origins"][0]
+    if named["request"] and asked[0]:  # the row that the headline names
+        positions = [w[w.index("--positions") + 1] for w in shown]
+        assert (asked[0], positions) == (named["request"], [str(named["position"])] * len(shown))
     wrote = [line for line in printed if line.startswith("wrote ")]
     assert printed[-len(end) - 1 - len(wrote) :] == ["next:", *end, *wrote]
     for line in lines:
