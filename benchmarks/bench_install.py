@@ -6,7 +6,7 @@ The problem: who tries a tool pays its download and its first start, which no te
 virtual environment, without torch, installs each tree into a folder of its own, whole and as its capture distribution
 (scripts/two_wheels.py); sizes are the files' bytes, pip and setuptools not among them. Then `accprobe --help` and
 `accprobe compare GOLDEN MINE` with a new cache (cold: it compiles) and again (warm), wall seconds and CPU seconds, the
-trees in turn. Files are in the page cache: pip has just written them. Without GOLDEN MINE: 13 MB of each (big_dumps.py).
+trees in turn. Files are in the page cache: pip has just written them. Without GOLDEN MINE: 13 MB each (big_dumps.py).
 Not here: speed on large dumps (bench_compare.py).
 """
 

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from made_folders import folder
 from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe import labels, set_label
+from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
@@ -120,7 +121,8 @@ OTHER_KIND = {
     "rejudge": ["golden", "x.npy"],
     "opdiff": ["golden", "x.npy"],
     "patches": ["golden", "x.npy"],
-    **dict.fromkeys(("check", "verify"), ["cut.golden"]),
+    "check": ["cut.golden"],
+    "verify": ["cut.golden"],
 }
 """A dump that can be read, and in which there is nothing for the command."""
 HEADER = "op,class,tap,call,role,step,rank,dtype,shape,max_abs_err,ulp_share,ulp_mean,ulp_max\n"
@@ -149,7 +151,7 @@ WRITE = {
     "labels": ("labels labels --out OUT", 10, ""),
     "repair": ("inspect --repair OUT", 0, ""),
     "verify --index": ("golden verify OUT --index", 10, "PASS"),
-    "gate": ("gate sent1 sent2 --out OUT", 400, "PASS"),
+    "gate": ("gate sent1 sent2 --out OUT", 400, "no verdict"),
     "arm": ("arm OUT --tokens 3", 10, ""),
     "verify": ("golden verify packs/a.golden", 0, ""),
     "history": ("golden history packs", 0, ""),
@@ -224,8 +226,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["compare", *plain, "--no-replay", "--out", str(root / "report")]) == 0
     for i in (1, 2):
         folder(root / f"sent{i}", i, prompts=4)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("VLLM_ACCPROBE_DIR", str(root / "labels"))
+    with mock.patch.dict(os.environ, {"VLLM_ACCPROBE_DIR": str(root / "labels")}):
+        set_task_id()
         for label in ("pta", "acl"):
             set_label(label, "x", np.ones((2, 3), np.float32))
         labels.close()

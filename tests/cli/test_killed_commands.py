@@ -73,8 +73,9 @@ def until(true: object, seconds: float) -> bool:
 
 
 def left_behind(
-    words: list[str], mark: str, env: dict[str, str], number: int, cwd: Path, children: int, said: int = subprocess.DEVNULL
-) -> list[str]:
+    words: list[str], mark: str, env: dict[str, str], number: int, cwd: Path, children: int,
+    said: int = subprocess.DEVNULL,
+) -> list[str]:  # fmt: skip
     """What still runs some seconds after ``words``, which started so many processes, was sent a signal. said: where
     its stderr goes."""
     env = {**os.environ, "ACCPROBE_TEST_MARK": mark, **env}

@@ -17,6 +17,7 @@ from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.report import markdown, notebook, terminal
+from vllm_accprobe.report.facts import glob_of
 from vllm_accprobe.report.follow_ups import MOST, next_steps
 from vllm_accprobe.report.html import sections
 
@@ -116,7 +117,7 @@ def test_each_command_runs_as_it_is_printed(kind, tmp_path, monkeypatch, capsys)
     named = json.loads((out / "compare.json").read_text())["origins"][0]
     if named["request"] and asked[0]:  # the row that the headline names
         positions = [w[w.index("--positions") + 1] for w in shown]
-        assert (asked[0], positions) == (named["request"], [str(named["position"])] * len(shown))
+        assert (asked[0], positions) == (glob_of(named["request"]), [str(named["position"])] * len(shown))
     wrote = [line for line in printed if line.startswith("wrote ")]
     assert printed[-len(end) - 1 - len(wrote) :] == ["next:", *end, *wrote]
     for line in lines:
@@ -203,7 +204,8 @@ def test_a_module_named_like_a_preset_is_captured_by_its_name() -> None:
 
 def test_presets_are_those_of_the_probe() -> None:
     from vllm_accprobe.config import _MODULE_PRESETS
-    from vllm_accprobe.report.follow_ups import _PRESETS
+    from vllm_accprobe.report.facts import glob_of
+from vllm_accprobe.report.follow_ups import _PRESETS
 
     assert set(_MODULE_PRESETS) == _PRESETS
 

@@ -4,8 +4,8 @@ Ctrl-C is 130, SIGTERM 143, SIGHUP (a closed terminal) 129: a command says early
 and which words go on from there, and `interrupted` makes the line of that and of what is really on the disk. All three
 unwind the stack, so that servers are ended and what is temporary is removed (`unwinding`). An exception of a signal may
 also rise inside a finalizer or a callback of a weak reference (h5py and numba have many), where Python prints a
-traceback and drops it; `insisting` gives it once more. Not here: errors (refusals.py), how each command goes on (comparison/store, opcheck/run,
-gate).
+traceback and drops it; `insisting` gives it once more. Not here: errors (refusals.py), how each command goes on
+(comparison/store, opcheck/run, gate).
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class _Place:
             return p.status == "fail", whose and p.worst_position == row[1], whose, own.severities[i]
 
         pair = own[max(range(len(own)), key=rank)]
-        named = f"{pair.tap}/{pair.role}" in (f"{found['module']}/{found['role']}", found["role"])
-        at = _row(*row) if named else None
+        own_row = f"{pair.tap}/{pair.role}" in (f"{found.get('module')}/{found.get('role')}", found.get("role"))
+        at = _row(*row) if own_row else None
         return _Place(pair.tap, pair, origins[0] if origins else None, at or _row(*_worst(pair)))
 
     def golden(self, comparison: Comparison) -> tuple[str, str] | None:
