@@ -204,8 +204,7 @@ def test_a_module_named_like_a_preset_is_captured_by_its_name() -> None:
 
 def test_presets_are_those_of_the_probe() -> None:
     from vllm_accprobe.config import _MODULE_PRESETS
-    from vllm_accprobe.report.facts import glob_of
-from vllm_accprobe.report.follow_ups import _PRESETS
+    from vllm_accprobe.report.follow_ups import _PRESETS
 
     assert set(_MODULE_PRESETS) == _PRESETS
 
