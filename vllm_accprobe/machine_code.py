@@ -38,10 +38,12 @@ class Unusable(Exception):
 
 class CompiledLoops:
     """Loops by name, as functions of addresses and numbers: an array is its address and how many elements it has
-    (`address`). They give up the interpreter's lock."""
+    (`address`). They give up the interpreter's lock. kept: their file, None where there is none."""
 
-    def __init__(self, found: Code, llvm: Any):
+    def __init__(self, found: Code, llvm: Any, kept: Path | None = None):
         import ctypes
+
+        self.kept = kept
 
         number: Any = ctypes.c_int64
         letters = {"i": [number], "f": [ctypes.c_double], "a": [ctypes.c_void_p, number]}
@@ -76,7 +78,8 @@ def loops(module: str, sources: Sequence[str]) -> CompiledLoops:
         name = _name(module, (*sources, "compiler.py"), llvmlite.__version__, llvm)
         place = user_cache.directory()
         found = None if place is None else _read(place / name, name)
-        return CompiledLoops(found or _made(module, name, place, llvm), llvm)
+        found = found or _made(module, name, place, llvm)
+        return CompiledLoops(found, llvm, place / name if place is not None and (place / name).is_file() else None)
     except Exception as e:  # no llvmlite, or one that does otherwise
         raise Unusable(f"{type(e).__name__}: {e}") from None
 

@@ -32,7 +32,7 @@ CODES = {"pass": 0, "fail": 1, None: 3}
 _UNREADABLE = {
     "ArmFileError", "BisectError", "CommandError", "CompareError", "CompatError", "ConfigError", "DumpError",
     "ErrcheckError", "FolderError", "LaunchError", "PatchError", "PromptsError", "RunError", "SamplesError",
-    "SendError", "SheetError", "SideError", "TeacherForcingError", "Unavailable", "WheelError",
+    "SendError", "SheetError", "SideError", "TeacherForcingError", "TlsError", "Unavailable", "WheelError",
 }  # fmt: skip
 """What rooms raise whose text is the line; by name, so that none of them is imported for it."""
 _NOTHING = {"NothingCompared", "NothingReadable", "NothingThere", "NotComparable"}

@@ -1,9 +1,13 @@
 """A table, commands x kinds of trouble, generated from data: one line, the right exit code, nothing lost.
 
-READ: what a command reads is missing, empty, foreign, damaged, cut off or locked. WRITE: the disk is full, the folder
-is locked, Ctrl-C comes before a file is in place; and a pipe that closes, another locale or a narrow terminal, which
-change neither exit code nor files. All in this process: root loses its power over permissions for a moment, a full disk
-is RLIMIT_FSIZE, a terminal is a stream. Not here: processes that are killed (test_killed_commands.py)."""
+How it is read: a row is a command, a column a kind; each cell is one test, named [command-kind]. READ: what a command
+reads is missing (nowhere), empty, foreign, damaged, cut off (`WORKS`, cut.golden) or locked; NO_FAULT has the cells
+that are none. WRITE: the disk is full, the folder is locked, Ctrl-C comes before a file is in place; and a pipe that
+closes, another locale or a narrow terminal, which change neither exit code nor files. PLACES: commands that start
+something, which refuse a locked place before they do. All in this process: root loses its power over permissions for a
+moment, a full disk is RLIMIT_FSIZE, a terminal is a stream. Not here: processes that are killed
+(test_killed_commands.py, test_endings.py), in a locale of their own (test_bad_inputs.py), on a real terminal
+(test_output.py)."""
 
 import contextlib
 import ctypes
@@ -12,18 +16,22 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from cli.cli_dumps import make
 from dump.dumps import put_event
+from made_folders import folder
 from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write
 
+from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
@@ -65,7 +73,7 @@ READ = {
     "compare, tokenizer": ["compare", "golden", "mine", "--tokenizer", "@", "--no-replay", "--out", "OUT"],
     "opcheck, against": ["opcheck", "golden", "--against", "@", "--out", "OUT", "-j", "0"],
     "opcheck, api_info": ["opcheck", "-api_info", "@", "-o", "OUT", "-j", "0"],
-    "opcheck, load": ["opcheck", "--op", "mul", "--shape", "2x3,2x3", "--load", "@"],
+    "opcheck, load": ["opcheck", "--op", "mul", "--shape", "2x3,2x3", "--load", "@", "-j", "0"],
     "size": ["inspect", "@", "--size"],
     "pack, prompts": ["golden", "pack", "golden", "--prompts", "@", "--out", "OUT.golden"],
     "gate, prompts": ["gate", "vllm serve MODEL", "vllm serve MODEL", "--prompts", "@", "--out", "OUT"],
@@ -76,9 +84,26 @@ READ = {
     "doctor, wheel": ["doctor", "--wheel", "@"],
     "online": ["online", "send", "@", "--port", "1", "--patience", "1"],
     "online, config": ["online", "send", "golden", "--config", "@"],
+    "online, tls": ["online", "send", "golden", "--tls", "@", "--port", "1", "--patience", "1"],
+    "serve, config": ["online", "serve", "--config", "@", "--out", "OUT"],
+    "serve, tls": ["online", "serve", "--tls", "@", "--port", "0", "--wait", "1", "--out", "OUT"],
+    "arm": ["arm", "@"],
+    "run, config": ["run", "--config", "@", "--dir", "OUT", "--", "true"],
+    "patches, file": ["patches", "list", "@/x.toml"],
+    "gentest, kernel": ["gentest", "calls", "--ops", "*", "--kernel", "@.py:f", "--out", "OUT"],
+    "bisect, switches": ["bisect", "--switches", "@", "--out", "OUT", "--", "vllm", "serve", "MODEL"],
+    "bisect, floor": ["bisect", "--floor", "@", "--out", "OUT", "--", "vllm", "serve", "MODEL"],
+    "doctor, prompts": ["doctor", "--graphs", "--prompts", "@", "--out", "OUT", "--", "vllm", "serve", "MODEL"],
 }
-TEXTS = ("make, prompts", "stream, prompts", "self-check", "send", "pack, prompts", "gate, prompts", "bisect, prompts")
+TEXTS = ("make, prompts", "stream, prompts", "self-check", "send", "pack, prompts", "gate, prompts", "bisect, prompts",
+         "doctor, prompts")  # fmt: skip
 """Commands that take a text, a prompt on each line."""
+NO_FAULT = {
+    "formats": ("deep", "locked-files"),  # decided by the names of files; nobody has read them then
+    "arm": ("empty", "deep"),  # where a server may capture
+    "run, config": ("zero.csv",),  # a TOML file without settings
+    **dict.fromkeys(TEXTS, ("text.txt",)),
+}
 REFUSED = ("nowhere", "empty", "zero.csv", "text.txt", "bad.json", "two", "deep", "locked", "locked-files")
 WORKS = ("cut", "killed")
 """Dumps of a run that was killed, and with a segment that was cut off: the exit code is that of the whole dump."""
@@ -96,6 +121,8 @@ OTHER_KIND = {
     "rejudge": ["golden", "x.npy"],
     "opdiff": ["golden", "x.npy"],
     "patches": ["golden", "x.npy"],
+    "check": ["cut.golden"],
+    "verify": ["cut.golden"],
 }
 """A dump that can be read, and in which there is nothing for the command."""
 HEADER = "op,class,tap,call,role,step,rank,dtype,shape,max_abs_err,ulp_share,ulp_mean,ulp_max\n"
@@ -120,11 +147,42 @@ WRITE = {
     "gentest": ("gentest calls --ops * --out OUT/new", 400, ""),
     "eval-diff": ("eval-diff a.jsonl b.jsonl --csv OUT/x.csv", 100, "PASS"),
     "pack": ("golden pack golden --out OUT/x.golden", 400, ""),
+    "rejudge": ("compare --rejudge report --out OUT", 400, "PASS"),
+    "labels": ("labels labels --out OUT", 10, ""),
+    "repair": ("inspect --repair OUT", 0, ""),
+    "verify --index": ("golden verify OUT --index", 10, "PASS"),
+    "gate": ("gate sent1 sent2 --out OUT", 400, "no verdict"),
+    "arm": ("arm OUT --tokens 3", 10, ""),
     "verify": ("golden verify packs/a.golden", 0, ""),
     "history": ("golden history packs", 0, ""),
+    "inspect": ("inspect plain", 0, ""),
+    "show": ("inspect plain model.embed_tokens --role output.0 --step 0", 0, ""),
+    "tree": ("inspect golden --tree", 0, ""),
+    "patches": ("patches list", 0, ""),
+    "doctor": ("doctor --quick", 0, ""),
+    "doctor --dump": ("doctor --dump golden", 0, ""),
 }
 """The command, the largest file that it may write on a full disk (0: it writes none), and what
 stdout has of the result all the same."""
+SEEDS = {"repair": "killed", "verify --index": "packs"}
+"""What OUT is before."""
+PLACES = {
+    "run": "run --dir OUT/new -- true",
+    "errcheck": "errcheck --dir OUT/new -- true",
+    "make": "golden make MODEL --out OUT/x.golden",
+    "make, keep": "golden make MODEL --keep OUT/new --out x.golden",
+    "check": "golden check packs/a.golden --keep OUT/new -- vllm serve MODEL",
+    "stream": "golden stream MODEL --prompts text.txt --out OUT/new",
+    "send": "send text.txt --engine 'vllm serve MODEL' --out OUT/new",
+    "gate A B": "gate 'vllm serve MODEL' 'vllm serve MODEL' --prompts text.txt --out OUT/new",
+    "self-check": "self-check --prompts text.txt --out OUT/new -- vllm serve MODEL",
+    "bisect": "bisect --prompts text.txt --out OUT/new -- vllm serve MODEL --async-scheduling",
+    "doctor --graphs": "doctor --graphs --out OUT/new -- vllm serve MODEL",
+    "serve": "online serve --port 0 --wait 1 --out OUT/new",
+    "eval-diff --prompts-out": "eval-diff a.jsonl b.jsonl --prompts-out OUT/x.jsonl",
+    "convert --at-end": "convert plain OUT/new --to h5 --at-end",
+}
+"""Commands that are refused where nothing can be written, before they start anything."""
 KINDS = ("full disk", "locked", "below a file", "interrupted", "closed pipe", "latin-1", "ascii", "gbk", "narrow")
 
 
@@ -163,6 +221,16 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "packs").mkdir()
     for name in ("a", "b"):
         assert main(["golden", "pack", str(root / "golden"), "--out", str(root / f"packs/{name}.golden")]) == 0
+    (root / "cut.golden").write_bytes((root / "packs/a.golden").read_bytes()[:-1000])
+    plain = [str(root / "plain"), str(root / "plain2")]
+    assert main(["compare", *plain, "--no-replay", "--out", str(root / "report")]) == 0
+    for i in (1, 2):
+        folder(root / f"sent{i}", i, prompts=4)
+    with mock.patch.dict(os.environ, {"VLLM_ACCPROBE_DIR": str(root / "labels")}):
+        set_task_id()
+        for label in ("pta", "acl"):
+            set_label(label, "x", np.ones((2, 3), np.float32))
+        labels.close()
     (root / "MODEL").mkdir()
     (root / "MODEL/config.json").write_text("{}")
     for name in ("1.csv", "2.csv"):
@@ -224,17 +292,23 @@ def one_line(err: str) -> str:
     return next(line for line in said if line.startswith("accprobe: ")).removeprefix("accprobe: ")
 
 
-# Which format a dump is of is decided by the names of its files; nobody has read them then.
-TABLE = [(command, what) for what in REFUSED for command in READ
-         if (command, what) not in (("formats", "deep"), ("formats", "locked-files"))]  # fmt: skip
-TABLE = [row for row in TABLE if row not in [(command, "text.txt") for command in TEXTS]]
+TABLE = [(command, what) for what in REFUSED for command in READ if what not in NO_FAULT.get(command, ())]
 TABLE += [(command, what) for command, kinds in OTHER_KIND.items() for what in kinds]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server is started, no disk is measured; and an environment that is the same in all tests, for which what
+    `vllm` is there is found out once."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr("vllm_accprobe.gate.served_run.ServedRun.__enter__", lambda self: pytest.fail("started"))
+    monkeypatch.setattr("vllm_accprobe.doctor.checks.write_rate", lambda *_: (1e9, True))
 
 
 @pytest.mark.parametrize(("command", "what"), TABLE)
 def test_what_cannot_be_read_is_one_line(command, what, there, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(there)
-    words = [what if w == "@" else w.replace("OUT", str(tmp_path / "out")) for w in READ[command]]
+    words = [w.replace("@", what).replace("OUT", str(tmp_path / "out")) for w in READ[command]]
     before = state(there)
     with permissions_count() if what.startswith("locked") else contextlib.nullcontext():
         code = main(words)
@@ -246,9 +320,10 @@ def test_what_cannot_be_read_is_one_line(command, what, there, tmp_path, monkeyp
 
 
 _whole: dict[str, int] = {}
+DUMPS = (*[*READ][:20], "pack", "doctor, dump", "opcheck, against")
 
 
-@pytest.mark.parametrize(("command", "what"), [(c, w) for w in WORKS for c in [*[*READ][:20], "pack"]])
+@pytest.mark.parametrize(("command", "what"), [(c, w) for w in WORKS for c in DUMPS])
 def test_what_is_there_of_a_damaged_dump_is_read(command, what, there, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(there)
     copy = tmp_path / what
@@ -317,22 +392,34 @@ def files(out: Path) -> set[str]:
     return {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize(("command", "kind"), [(c, k) for k in KINDS for c in WRITE if WRITE[c][1] or k in KINDS[4:]])
+CELLS = [(c, k) for k in KINDS for c in WRITE if WRITE[c][1] or k in KINDS[4:]]
+CELLS = [(c, k) for c, k in CELLS if k != "below a file" or c not in SEEDS]
+CELLS += [(c, k) for k in ("locked", "below a file") for c in PLACES]
+
+
+def begun(out: Path, command: str) -> None:
+    if command in SEEDS:
+        shutil.copytree(SEEDS[command], out)
+    else:
+        out.mkdir()
+
+
+@pytest.mark.parametrize(("command", "kind"), CELLS)
 def test_trouble_while_writing(command, kind, there, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(there)
-    typed, most, verdict = WRITE[command]
-    words: Callable[[Path], list[str]] = lambda out: [w.replace("OUT", str(out)) for w in typed.split()]  # noqa: E731
+    typed, most, verdict = WRITE[command] if command in WRITE else (PLACES[command], 0, "")
+    words: Callable[[Path], list[str]] = lambda out: [w.replace("OUT", str(out)) for w in shlex.split(typed)]  # noqa: E731
     out, whole = tmp_path / "out", tmp_path / "whole"
     if kind == "below a file":
         out = tmp_path / "file/out"
         out.parent.write_text("mine")
     else:
-        out.mkdir()
+        begun(out, command)
     if kind in KINDS[4:] and typed not in _plain:
-        whole.mkdir()
+        begun(whole, command)
         _plain[typed] = main(words(whole)), files(whole)
         capsys.readouterr()
-    before = state(there)
+    before, seed = state(there), state(out)
     with trouble(kind, most, out, monkeypatch):
         code = main(words(out))
     shown, err = capsys.readouterr()
@@ -356,5 +443,5 @@ def test_trouble_while_writing(command, kind, there, tmp_path, monkeypatch, caps
         assert verdict in shown, shown
         assert not [p for p in out.rglob("*") if p.stat().st_size == most]
     else:
-        assert files(out) == set()
+        assert state(out) == seed
         assert shown == "" or kind == "locked", shown  # refused before the work

@@ -30,6 +30,7 @@ def test_what_would_go_wrong_is_exit_code_1(tmp_path):
     done = run("--quick", VLLM_PLUGINS="other", VLLM_ACCPROBE_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "error    VLLM_PLUGINS" in done.stdout
+    assert " compiled loops " in done.stdout
     assert "→ VLLM_PLUGINS=other,accprobe, or unset it" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("a capture would NOT work: 1 error")
 

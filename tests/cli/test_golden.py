@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "code", "said"),
     [
         ("golden verify x.golden", 0, "PASS: x.golden"),
-        ("golden verify x.golden packs/y.golden", 0, "PASS: packs/y.golden"),
+        ("golden verify x.golden packs/y.golden", 0, "PASS: packs/y.golden: its model is not named; manifest "),
         ("golden verify x.golden altered.golden", 1, "FAIL: altered.golden"),
         ("golden verify x.golden --sha256 0123456789abcdef", 1, "not 0123456789abcdef"),
         ("golden verify x.golden --sha256 01", 2, "16 digits or more"),

@@ -1,6 +1,7 @@
 """No process that a command started outlives it, however the command dies, and whatever the process is doing."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -34,6 +35,9 @@ COMMANDS = {
     "errcheck": "errcheck -- sleep 600",
     "golden-make": "golden make MODEL --out x.golden",
     "send": "send p.txt --engine 'vllm serve MODEL --port PORT' --out NEW",
+    "gate": "gate 'vllm serve MODEL --port PORT' 'vllm serve MODEL' --prompts p.txt --out NEW",
+    "bisect": "bisect --prompts p.txt --out NEW -- vllm serve MODEL --port PORT --async-scheduling",
+    "self-check": "self-check --prompts p.txt --out NEW -- vllm serve MODEL --port PORT",
 }
 
 
@@ -68,18 +72,22 @@ def until(true: object, seconds: float) -> bool:
     return True
 
 
-def left_behind(words: list[str], mark: str, env: dict[str, str], number: int, cwd: Path, children: int) -> list[str]:
-    """What still runs some seconds after ``words``, which started so many processes, was sent a signal."""
+def left_behind(
+    words: list[str], mark: str, env: dict[str, str], number: int, cwd: Path, children: int,
+    said: int = subprocess.DEVNULL,
+) -> list[str]:  # fmt: skip
+    """What still runs some seconds after ``words``, which started so many processes, was sent a signal. said: where
+    its stderr goes."""
     env = {**os.environ, "ACCPROBE_TEST_MARK": mark, **env}
     process = subprocess.Popen(
-        words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
         start_new_session=True, preexec_fn=in_the_foreground,
     )  # fmt: skip
     try:
         assert until(lambda: len(marked(mark)) > children, 60), names(marked(mark))
         time.sleep(0.5)  # what has begun is where it will hang
         process.send_signal(number)
-        process.wait(60)
+        assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
         until(lambda: not marked(mark), 10)
         return names(marked(mark))
     finally:
@@ -105,13 +113,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-KILLED = [(name, signal.SIGKILL) for name in COMMANDS]
+TERMINATED = ("gate", "bisect", "self-check")
+KILLED = [(name, signal.SIGKILL) for name in COMMANDS if name not in TERMINATED]
 KILLED += [("compare", signal.SIGTERM), ("opcheck", signal.SIGHUP), ("run-shell", signal.SIGHUP)]
 KILLED += [("golden-make", number) for number in (signal.SIGTERM, signal.SIGHUP)]
+KILLED += [(name, signal.SIGTERM) for name in TERMINATED]
 
 
 @pytest.mark.parametrize(("name", "number"), KILLED)
-def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, request):
+def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, request, tmp_path):
     command = COMMANDS[name]
     path = os.pathsep.join(filter(None, [str(place / "slow"), os.environ.get("PYTHONPATH")]))
     mark = f"{request.node.name}-{os.getpid()}"
@@ -119,8 +129,14 @@ def test_a_command_that_is_killed_leaves_nothing_behind(place, name, number, req
     words = [ACCPROBE, *shlex.split(command.replace("NEW", f"{name}-{number}").replace("PORT", str(free_port())))]
     before = {*place.glob("accprobe-golden-*")}
     env = {"PYTHONPATH": path, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
-    assert left_behind(words, mark, env, number, place, children) == []
-    assert number == signal.SIGKILL or {*place.glob("accprobe-golden-*")} == before  # up to 20 GB
+    with (tmp_path / "stderr").open("w+") as said:
+        assert left_behind(words, mark, env, number, place, children, said.fileno()) == []
+        assert number == signal.SIGKILL or {*place.glob("accprobe-golden-*")} == before  # up to 20 GB
+        said.seek(0)
+        lines = [line for line in said if "ended by" in line]
+    assert len(lines) == (number != signal.SIGKILL and name != "run-shell"), lines  # which passes it on
+    kept = "the (answers|runs) are" if name in TERMINATED else ".*"
+    assert all(re.match(rf"accprobe: ended by {signal.Signals(number).name}; {kept} kept", line) for line in lines)
 
 
 @pytest.mark.parametrize("code", [HOLDING, FREE], ids=["the lock held", "the lock free"])

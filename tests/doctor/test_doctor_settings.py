@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -57,6 +58,20 @@ def test_a_directory_that_holds_a_dump_or_is_a_file(tmp_path):
 def test_a_directory_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o500)
     assert levels(checks.directory({"VLLM_ACCPROBE_DIR": str(tmp_path / "x")})) == [ERROR]
+
+
+@pytest.mark.parametrize(
+    ("cache", "level", "text"),
+    [("cache", OK, "kept in "), ("file/cache", WARNING, "compiled anew by each process"), (None, WARNING, "none (")],
+)
+def test_compiled_loops_that_cannot_be_kept_or_used_are_a_warning(cache, level, text, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / (cache or "")))
+    if cache is None:
+        monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    (finding,) = checks.compiled_loops()
+    assert (finding.level, finding.check) == (level, "compiled loops")
+    assert finding.text.startswith(text)
 
 
 def test_free_space_against_the_budget(tmp_path):

@@ -1,10 +1,12 @@
 """What is known before an engine starts: each fault is one line, and no program was started for it."""
 
+import http.server
 import json
 import os
 import shutil
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f"#!{sys.executable} -S\nopen('started', 'w').close()\nraise SystemExit(3)\n")
     program.chmod(0o755)
     for name, value in (("PATH", f"{program.parent}:/usr/bin:/bin"), ("PYTHONPATH", str(a_vllm(tmp_path / "site"))),
-                        ("PYTHONNOUSERSITE", "1")):  # fmt: skip
+                        ("PYTHONNOUSERSITE", "1"), ("HF_ENDPOINT", "none"), ("HF_HOME", "hub")):  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(edits, "interpreter", lambda words, environ: sys.executable)
     monkeypatch.setattr(edits, "installed", of_site(edits.installed.__wrapped__, tmp_path / "site"))
@@ -91,6 +93,10 @@ FAULTS = {
     (*GATE, "vllm serve ./none", "--out", "o"): "mine: ./none does not exist: write the path",
     (*GATE, "HF_HUB_OFFLINE=1 vllm serve org/none", "--out", "o"):
         "mine: org/none is not a folder on this machine, HF_HUB_OFFLINE=1",
+    (*GATE, "HF_ENDPOINT=http://127.0.0.1:{hub} vllm serve org/none", "--out", "o"):
+        "has no such model (HTTP 401), and hub/hub/models--org--none does not exist: give the path",
+    ("golden", "make", "HF_ENDPOINT=http://127.0.0.1:{closed} vllm serve nomodel", "--out", "o.golden"):
+        "cannot be reached ([Errno 111] Connection refused), and hub/hub/models--nomodel does not exist: give the path",
     (*GATE, "vllm serve ./p.txt", "--out", "o"): "mine: ./p.txt is a file: write the path of the model's folder",
     (*GATE, "vllm serve ./empty", "--out", "o"): "mine: ./empty has no config.json",
     (*GATE, "vllm serve ./other", "--out", "o"): "are two models (hidden_size 64 and 128)",
@@ -115,13 +121,24 @@ FAULTS = {
 }
 
 
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/api/models/org/public" else 401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
 def ports() -> Iterator[dict[str, int]]:
-    with socket.socket() as taken, socket.socket() as closed:
+    with socket.socket() as taken, socket.socket() as closed, http.server.HTTPServer(("127.0.0.1", 0), Hub) as hub:
         for one in (taken, closed):
             one.bind(("127.0.0.1", 0))
         taken.listen()
-        yield {"taken": taken.getsockname()[1], "closed": closed.getsockname()[1]}
+        threading.Thread(target=hub.serve_forever, args=(0.01,)).start()
+        yield {"taken": taken.getsockname()[1], "closed": closed.getsockname()[1], "hub": hub.server_port}
+        hub.shutdown()
 
 
 @pytest.mark.parametrize("words", FAULTS)
@@ -134,6 +151,12 @@ def test_a_fault_is_found_before_a_start(words, here, ports, capsys, monkeypatch
     assert FAULTS[words] in said.err
     assert (said.out, len([line for line in said.err.splitlines() if not line.startswith("note: ")])) == ("", 1), said
     assert not (here / "started").exists()
+
+
+def test_what_the_hub_may_have_is_started(ports: dict[str, int]) -> None:
+    hub = f"http://127.0.0.1:{ports['hub']}"
+    assert [preflight._hub_lacks(hub, *of) for of in (("org/public", False), ("org/none", True))] == ["", ""]
+    assert preflight._hub_lacks(hub, "org/none", False)
 
 
 def test_a_name_of_the_hub_that_resembles_a_folder_here_is_started(here: Path, capsys: Any) -> None:

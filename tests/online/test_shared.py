@@ -97,6 +97,17 @@ def test_another_run_s_batches_are_not_taken(tmp_path: Path) -> None:
     assert (received / "rank0000/journal.jsonl").read_bytes() == journal.read_bytes()
 
 
+def test_what_was_refused_is_taken_again_but_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    for folder in (elsewhere, shared / "rank0001"):
+        folder.mkdir(parents=True)
+        (folder / "have.json").write_text('{"refused": "a disk was full"}')
+    (shared / "rank0000").symlink_to(elsewhere)
+    arrived = ArrivedRanks(tmp_path / "received", None, budget=1 << 30, ahead=1 << 30, say=print)
+    FolderReceiver(shared, arrived, print).close()
+    assert [(folder / "have.json").exists() for folder in (elsewhere, shared / "rank0001")] == [True, False]
+
+
 # --- what has arrived, byte by byte ---
 
 

@@ -18,6 +18,7 @@ from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.report import markdown, notebook, terminal
+from vllm_accprobe.report.facts import glob_of
 from vllm_accprobe.report.follow_ups import MOST, next_steps
 from vllm_accprobe.report.html import sections
 
@@ -107,6 +108,10 @@ def test_each_command_runs_as_it_is_printed(kind, tmp_path, monkeypatch, capsys)
         assert asked[0] == asked[1]  # the same request on both sides
     elif kind == "renamed":
         assert asked[1] == f"golden-{asked[0]}"
+    named = json.loads((out / "compare.json").read_text())["origins"][0]
+    if named["request"] and asked[0]:  # the row that the headline names
+        positions = [w[w.index("--positions") + 1] for w in shown]
+        assert (asked[0], positions) == (glob_of(named["request"]), [str(named["position"])] * len(shown))
     wrote = [line for line in printed if line.startswith("wrote ")]
     assert printed[-len(end) - 1 - len(wrote) :] == ["next:", *end, *wrote]
     for line in lines:

@@ -65,6 +65,14 @@ def test_a_wrong_address_is_one_line(repository: str, tag: str) -> None:
     assert "is needed" in done.stderr
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_pictures_and_badges_of_readme_need_no_network(page: str) -> None:
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    assert "docs/img/badges.svg" in pictures
+    assert all((ROOT / picture).is_file() for picture in pictures)
+    assert not re.search(r"\b(?:href|src|url)\s*[=(]", (ROOT / "docs/img/badges.svg").read_text(encoding="utf-8"))
+
+
 OF_OTHER_KINDS = {"AWQ", "GPTQ", "MTP", "n-gram drafts"}
 """Captured with the architectures, and none."""
 

@@ -22,6 +22,15 @@ def test_both_together_ask_for_what_a_checkout_asks_for() -> None:
         assert not any(need.startswith(large) for need in capture["dependencies"])
 
 
+def test_what_is_large_is_an_extra_and_the_frozen_outputs_stay_at_home() -> None:
+    project = tomllib.loads(TEXT)["project"]
+    names = {need.split(">")[0] for need in project["dependencies"]}
+    assert not {"torch", "vllm", "pandas", "plotly", "scipy"} & names
+    assert "plotly>=5.20" in project["optional-dependencies"]["notebook"]
+    packed = (Path(__file__).resolve().parents[2] / "MANIFEST.in").read_text().splitlines()
+    assert packed.index("graft tests") < packed.index("prune tests/freeze")
+
+
 def test_plugin_and_command_belong_to_one() -> None:
     capture, whole = (tomllib.loads(text) for text in two_wheels.project(TEXT))
     assert capture["project"]["scripts"] == {"accprobe": "vllm_accprobe.cli:main"}

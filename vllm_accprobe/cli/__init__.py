@@ -3,12 +3,13 @@
 The problem: ``accprobe --help`` must answer at once, and no user should ever read a traceback. The idea: this package's
 modules import typer and nothing heavier; a command's body imports what it needs; ``main`` turns every exception into
 one line and an exit code: 0 done or pass, 1 differences, 2 bad usage or unreadable input, 3 nothing to compare or show,
-130 interrupted. Not here: what the commands do (one file each, with a function of the same name); the lines
-(refusals.py, and endings.py after Ctrl-C)."""
+130 interrupted, 143 and 129 ended by SIGTERM and SIGHUP. Not here: what the commands do (one file each, with a function
+of the same name); the lines (refusals.py, and endings.py after a signal)."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gc
 import importlib
 import io
@@ -121,16 +122,18 @@ def _answered(words: list[str]) -> int:
     """The command's exit code."""
     try:
         aliases.check_words(words)
-        with endings.insisting(), folded():
+        with endings.unwinding(), endings.insisting(), folded():
             typed = None if "_ACCPROBE_COMPLETE" in os.environ else (words or [""])[0]  # Tab needs all
             result = build(typed)(args=words, prog_name="accprobe", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted) as end:
+    except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted, endings.CommandTerminated) as end:
         if isinstance(end.__cause__, EOFError):  # typer takes a file that ends too soon for Ctrl-D
             print(f"accprobe: {refusals.explain(end.__cause__)[0]}", file=sys.stderr)
             return 2
-        print(f"accprobe: {refusals.one_line(endings.interrupted(words))}", file=sys.stderr)
-        return 130
+        code = int(end.code or 0) if isinstance(end, endings.CommandTerminated) else 130
+        with contextlib.suppress(OSError):  # the terminal has gone
+            print(f"accprobe: {refusals.one_line(endings.interrupted(words, code))}", file=sys.stderr)
+        return code
     except typer.Exit as e:
         return e.exit_code
     except (Exception, SystemExit) as error:

@@ -72,13 +72,13 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     target = edits.command(what.command, os.environ)
     checked(target)
     floors = [replies.read(Path(path)) for path in what.floor]
-    there = edits.options_offered(target)
     vendors = edits.read_vendor(what.switches, target) if what.switches else ()
     plain = options.pairs(what.plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
-    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in plain})
-    axes = _chosen(found, what.only, what.hold)
     prompts, folder = _prompts(what.golden, what.prompts or "", serving)
     _check_golden(what.golden, target)
+    there = edits.options_offered(target)
+    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in plain})
+    axes = _chosen(found, what.only, what.hold)
     versions = {"vllm": there.version, "accprobe": __version__}
     variables = [name for a in found for name, _ in a.edit.environ]
     runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)

@@ -1,10 +1,11 @@
-"""What a command leaves behind that is interrupted: one line, and the words that go on from there.
+"""What a command leaves behind that a signal ends: one line, and the words that go on from there.
 
-Ctrl-C is 130: a command says early, by `going_on`, what it leaves behind and which words go on from there, and
-`interrupted` makes the line of that and of what is really on the disk. KeyboardInterrupt may also rise inside a
-finalizer or a callback of a weak reference (h5py and numba have many), where Python prints a traceback and drops it;
-`insisting` gives it once more. Not here: errors (refusals.py), how each command goes on (comparison/store, opcheck/run,
-gate).
+Ctrl-C is 130, SIGTERM 143, SIGHUP (a closed terminal) 129: a command says early, by `going_on`, what it leaves behind
+and which words go on from there, and `interrupted` makes the line of that and of what is really on the disk. All three
+unwind the stack, so that servers are ended and what is temporary is removed (`unwinding`). An exception of a signal may
+also rise inside a finalizer or a callback of a weak reference (h5py and numba have many), where Python prints a
+traceback and drops it; `insisting` gives it once more. Not here: errors (refusals.py), how each command goes on
+(comparison/store, opcheck/run, gate).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from typing import Any
 class CommandInterrupted(Exception):
     """Ctrl-C ended a command. typer makes a bare exit code of KeyboardInterrupt, which a command that `run` started may
     have as well, and says nothing. Exit code 130."""
+
+
+class CommandTerminated(SystemExit):
+    """SIGTERM or SIGHUP ended a command. code: the exit code, as without us."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,12 @@ def begin() -> None:
     _LEFT.set(None)
 
 
-def interrupted(words: Sequence[str]) -> str:
-    """The line. words: the command line without its first word."""
+def interrupted(words: Sequence[str], code: int = 130) -> str:
+    """The line. words: the command line without its first word; code: the exit code, 128 + the signal's number."""
     left = _LEFT.get()
+    what = "interrupted" if code == 130 else f"ended by {signal.Signals(code - 128).name}"
     if left is None or (left.place is not None and not left.place.exists()):
-        return f"interrupted; nothing was kept; begin again: {shlex.join(['accprobe', *words])}"
+        return f"{what}; nothing was kept; begin again: {shlex.join(['accprobe', *words])}"
     at = list(words).index("--") if "--" in words else len(words)
     own, theirs = list(words[:at]), list(words[at:])
     for option in left.without:
@@ -65,16 +71,15 @@ def interrupted(words: Sequence[str]) -> str:
         own = [word for word in own if not word.startswith(f"{option}=")]
     more = () if left.more and left.more[0] in own else left.more
     where = "" if left.place is None else f" in {left.place}"
-    return f"interrupted; {left.what} kept{where}; go on: {shlex.join(['accprobe', *own, *more, *theirs])}"
+    return f"{what}; {left.what} kept{where}; go on: {shlex.join(['accprobe', *own, *more, *theirs])}"
 
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP (a closed terminal) unwind the stack, so that what is temporary is removed.
-    Exit code 143 or 129, as without it."""
+    """While it lasts, SIGTERM and SIGHUP raise CommandTerminated, but one that is ignored (nohup) stays so."""
 
     def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise CommandTerminated(128 + number)
 
     main = threading.current_thread() is threading.main_thread()
     ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) is signal.SIG_DFL]
@@ -93,14 +98,15 @@ _MOMENT_S = 0.05
 
 @contextlib.contextmanager
 def insisting() -> Iterator[None]:
-    """While it lasts, no interrupt of the main thread is lost."""
+    """While it lasts, no such exception of the main thread is lost."""
     before = sys.unraisablehook
 
     def again(lost: Any) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
+        if not issubclass(lost.exc_type, (KeyboardInterrupt, CommandTerminated)):
             before(lost)
             return
-        timer = threading.Timer(_MOMENT_S, _thread.interrupt_main)
+        number = lost.exc_value.code - 128 if issubclass(lost.exc_type, CommandTerminated) else signal.SIGINT
+        timer = threading.Timer(_MOMENT_S, _thread.interrupt_main, [number])
         timer.daemon = True
         timer.start()
 

@@ -39,7 +39,7 @@ from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, SendSettings, ServerSide, SideError
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 from vllm_accprobe.waiting import Pace, progress, waiting
-from vllm_accprobe.whole_file import write_private
+from vllm_accprobe.whole_file import NoSpace, write_private
 
 RESULT = "gate.json"
 
@@ -87,9 +87,15 @@ def _followed(
     result = opened.gate
     fields = servers.gap_json(result, opened.names)
 
+    lost: list[NoSpace] = []
+
     def keep() -> None:
-        if out is not None:
-            write_private(out / RESULT, json.dumps(fields, indent=1))
+        lost.clear()
+        try:
+            if out is not None:
+                write_private(out / RESULT, json.dumps(fields, indent=1))
+        except NoSpace as e:  # the verdict is printed all the same
+            lost.append(e)
 
     keep()
     if not as_json:
@@ -106,6 +112,8 @@ def _followed(
             fields["heal"] = heal(what, opened, found, sending, gigabytes, tell)
         keep()
     report(as_json, fields, ())
+    if lost:
+        raise lost[0]
     return result.verdict
 
 

@@ -123,7 +123,8 @@ def _about(manifest: object) -> str:
     name, cls, vllm = (manifest_text(manifest, *keys) for keys in (("model", "path"), ("model", "class"),
                                                                   ("versions", "vllm")))  # fmt: skip
     dtype, device = manifest_text(manifest, "model", "dtype"), manifest_text(manifest, "device", "name")
-    return ", ".join(filter(None, (name, cls, dtype, vllm and f"vLLM {vllm}", device)))
+    unnamed = "" if name or cls else "its model is not named"
+    return ", ".join(filter(None, (unnamed, name, cls, dtype, vllm and f"vLLM {vllm}", device)))
 
 
 def history(what: GoldenHistoryOptions) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import unwinding
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
 from vllm_accprobe.refusals import CommandError, NothingThere
@@ -48,7 +47,6 @@ class PackFileOptions:
 
         places.check_place(self.out, dumps)
         places.check_own(self.out, begins_as_pack, "--out")
-        places.writable(self.out.parent)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class GoldenWorkOptions:
                 shutil.rmtree(home)
             return
         if self.keep is None:
-            with unwinding(), _removed() as folder:
+            with _removed() as folder:
                 yield folder
             return
         if self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):

@@ -69,11 +69,9 @@ def summary(
     if table is not None:
         places.check_place(table, [dump], "--csv")
         places.check_own(table, places.csv_with(*CSV[:12]), "--csv")
-        places.writable(table.parent, "--csv")
     if text is not None:
         places.check_place(text, [dump], "FILE")
         places.check_own(text, places.matching(r"\A\s*" + r"\s+".join(COLUMNS[:4])))
-        places.writable(text.parent, str(text))
     what = chosen_by.selection(names)
     calls: list[Any] = chosen_calls(opened, what) if getattr(opened, "ops", None) else []
     chosen = ChosenRecords([], np.zeros(0, np.int64)) if how.ops else what.apply(opened, padding=True)
@@ -214,7 +212,6 @@ def show_tap(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions
         raise CommandError(f"--save: {save} exists: nothing is overwritten; choose another name")
     if save is not None:
         places.check_place(save, [dump], "--save")
-        places.writable(save.parent, "--save")
     wanted_rows, positions = ranges(how.rows, "--rows"), ranges(how.positions, "--positions")
     opened = open_dump(dump) if opened is None else opened
     lines = []

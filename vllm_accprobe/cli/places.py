@@ -102,9 +102,11 @@ def check_begun(out: Path, begun: bool, what: str) -> None:
 
 
 def check_place(path: Path, dumps: Iterable[Path] = (), option: str = "--out") -> None:
-    """The same for what is new anyway, a file or a directory: raises CommandError where it would lie in a dump."""
+    """The same for what is new anyway, a file or a directory: raises CommandError where it would lie in a dump, or
+    cannot be written."""
     if (found := enclosing_dump(path, dumps)) is not None:
         raise CommandError(f"{option} {path} lies in the dump {found}, which is never written into: name another place")
+    writable(path if path.is_dir() else path.parent, option)
 
 
 def check_own(path: Path, ours: Ours, option: str = "") -> None:
@@ -120,7 +122,6 @@ def check_table(path: Path, option: str, columns: Iterable[str], dumps: Iterable
     """Raises CommandError where a table with these columns cannot be written to ``path``."""
     check_place(path, dumps, option)
     check_own(path, csv_with(*columns))
-    writable(path.parent, option)
 
 
 def enclosing_dump(path: Path, dumps: Iterable[Path] = ()) -> Path | None:

@@ -56,7 +56,7 @@ def examine(environ: Mapping[str, str] | None = None, *, quick: bool = False, ti
     environ = os.environ if environ is None else environ
     found = vllm_distribution()
     have_vllm = all(f.level != ERROR for f in found)
-    found += [*vllm_command(environ), *requirements(), *entry_points(), *allowlist(environ)]
+    found += [*vllm_command(environ), *requirements(), *compiled_loops(), *entry_points(), *allowlist(environ)]
     if have_vllm and quick:
         found.append(Finding(WARNING, "hook points", "not checked (--quick)"))
     elif have_vllm:
@@ -156,6 +156,25 @@ def requirements(path: Path_ = None) -> list[Finding]:
         text = f"{CAPTURE_ALONE} {own.version}: it captures, and compares elsewhere; statistics on the host are slower"
         return [Finding(OK, "requirements", text)]
     return [Finding(OK, "requirements", f"{DISTRIBUTION} {own.version} and what it needs")]
+
+
+def compiled_loops() -> list[Finding]:
+    """Are compare's loops machine code here, and is it kept; nothing where captures are made only."""
+    from vllm_accprobe import machine_code
+    from vllm_accprobe.kernels import native
+
+    dists = _distributions(None)
+    if DISTRIBUTION not in dists and CAPTURE_ALONE in dists:
+        return []
+    try:
+        kept = native.code().kept
+    except machine_code.Unusable as why:
+        text = f"none ({why}): numpy takes their place, and compare is many times slower"
+        return [Finding(WARNING, "compiled loops", text, "pip install --force-reinstall llvmlite")]
+    if kept is None:
+        todo = "XDG_CACHE_HOME: name a directory that nobody else can write"
+        return [Finding(WARNING, "compiled loops", "compiled anew by each process: there is no cache to use", todo)]
+    return [Finding(OK, "compiled loops", f"kept in {kept.parent}")]
 
 
 def entry_points(path: Path_ = None) -> list[Finding]:

@@ -2,7 +2,8 @@
 
 The problem: golden's engine runs for minutes before mine's command fails for a wrong path, and an engine imports torch
 before it reads its options. The idea: the words are checked against what lies on this machine: the model's folder, the
-port, the options by name in the source of the vLLM that is installed for the command, and its entry points. Only an
+port, the options by name in the source of the vLLM that is installed for the command, and its entry points. A name of
+the hub that is not kept here is looked up there, which vLLM tries for a minute where it cannot be reached. Only an
 option that the source does not name is shown to vLLM's own parser, which takes as long as an import of vLLM. On a CPU,
 vLLM takes 92 % of the host's memory for itself and ends where that is not free: `prepared` adds a limit.
 
@@ -79,11 +80,11 @@ def check(command: ServeCommand, *, captured: bool = False) -> None:
     except LaunchError as e:
         raise NotServed(str(e)) from None
     _check_model(model_of(command))
-    _check_offline(model_of(command), command)
     python = edits.interpreter(command.words, environ)
+    there = edits.Installed() if python is None else edits.installed(python, edits.neutral(environ))
+    _check_hub(model_of(command), command, there.package is not None)
     if python is None:
         return
-    there = edits.installed(python, edits.neutral(environ))
     if captured and there.package is not None and not there.plugin:
         raise NotServed(f"{python} has vLLM, and vllm-accprobe is not installed there: nothing could be captured; "
                         f"{python} -m pip install vllm-accprobe")  # fmt: skip
@@ -122,20 +123,51 @@ def meant(model: str | None) -> str:
 _NEAR = 0.8
 """Chosen: difflib's ratio of a name to what was meant, a letter or two apart."""
 _OFFLINE = "HF_HUB_OFFLINE"
+_HUB_S = 5.0
+"""Chosen: seconds for one answer of the hub; vLLM tries for a minute."""
 
 
-def _check_offline(model: str | None, command: ServeCommand) -> None:
-    """A name of the hub where nothing may be downloaded, and huggingface_hub keeps no such model."""
+def _check_hub(model: str | None, command: ServeCommand, reached: bool) -> None:
+    """A name of the hub that huggingface_hub does not keep, where nothing may be downloaded, or the hub has no such
+    model. reached: the server is known to be vLLM, which would send this request, too."""
     environ = command.full()
-    elsewhere = command.get("--download-dir") is not None or environ.get("VLLM_USE_MODELSCOPE", "0") != "0"
-    if environ.get(_OFFLINE) != "1" or elsewhere or not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model or ""):
+    elsewhere = any(command.get(name) is not None for name in ("--download-dir", "--hf-config-path"))
+    elsewhere |= environ.get("VLLM_USE_MODELSCOPE", "0") != "0"
+    if elsewhere or not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model or "") or Path(str(model)).exists():
         return
     home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
     kept = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{str(model).replace('/', '--')}")
-    if not Path(str(model)).exists() and not kept.is_dir():
+    if kept.is_dir():
+        return
+    why = f"{_OFFLINE}=1 forbids downloading it" if environ.get(_OFFLINE) == "1" else ""
+    if not why and reached and not any(name.lower().endswith("_proxy") for name, _ in command.environ):
+        tokens = environ.get("HF_TOKEN"), environ.get("HUGGING_FACE_HUB_TOKEN"), command.get("--hf-token")
+        why = _hub_lacks(environ.get("HF_ENDPOINT") or "https://huggingface.co", str(model),
+                         any(tokens) or Path(home, "token").exists())  # fmt: skip
+    if why:
         todo = meant(model) or "give the path of the model's folder"
-        raise NotServed(f"{model} is not a folder on this machine, {_OFFLINE}=1 forbids downloading it, and "
-                        f"{kept} does not exist: {todo}")  # fmt: skip
+        raise NotServed(f"{model} is not a folder on this machine, {why}, and {kept} does not exist: {todo}")
+
+
+@functools.lru_cache(maxsize=8)
+def _hub_lacks(endpoint: str, model: str, token: bool) -> str:
+    """Why a model cannot be downloaded; "" where it can be, or that is not known. token: there is one, which is not
+    used here, and whose owner may see more models."""
+    import ssl
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    if not endpoint.startswith(("http://", "https://")):
+        return ""
+    try:
+        with urlopen(f"{endpoint}/api/models/{model}", timeout=_HUB_S):
+            return ""
+    except HTTPError as e:
+        return f"{endpoint} has no such model (HTTP {e.code})" if e.code in (401, 404) and not token else ""
+    except (OSError, HTTPException, ValueError) as e:
+        why = getattr(e, "reason", e)
+        return "" if isinstance(why, (ssl.SSLError, TimeoutError)) else f"{endpoint} cannot be reached ({why})"
 
 
 def _knows(package: Path, command: ServeCommand) -> bool:

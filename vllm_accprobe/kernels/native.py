@@ -70,6 +70,11 @@ def buffers(width: int, kind: Any) -> list[np.ndarray]:
     return out
 
 
+def code() -> machine_code.CompiledLoops:
+    """Raises Unusable."""
+    return machine_code.loops("vllm_accprobe.kernels.loops", SOURCES)
+
+
 def loops() -> Loops:
     """Raises Unusable."""
-    return Loops(machine_code.loops("vllm_accprobe.kernels.loops", SOURCES))
+    return Loops(code())

@@ -188,6 +188,14 @@ def context(folder: Path, side: str) -> ssl.SSLContext:
     return made
 
 
+def secured(endpoint: Endpoint) -> ssl.SSLContext | None:
+    """Of a receiver; None for this machine alone. Raises TlsError."""
+    if endpoint.tls is not None:
+        return context(endpoint.tls, SERVER)
+    require_loopback(endpoint.host, "--host")
+    return None
+
+
 def reason_of(error: Exception) -> str:
     """Why a handshake failed, or a line that had just begun, in words of the one who was refused or refuses."""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -233,9 +241,7 @@ class Receiver:
     def __init__(self, endpoint: Endpoint, arrivals: frames.ArrivedRanks, say: Callable[[str], object]):
         self.arrivals, self._say = arrivals, say
         self.refusals = Refusals(say)
-        self._context = context(endpoint.tls, SERVER) if endpoint.tls is not None else None
-        if self._context is None:
-            require_loopback(endpoint.host, "--host")
+        self._context = secured(endpoint)
         family = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((endpoint.host, endpoint.port), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]

@@ -27,7 +27,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.online.arrivals import ArrivedRanks
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.line import Receiver, TlsError
+from vllm_accprobe.online.line import Receiver, TlsError, secured
 from vllm_accprobe.online.shared import FolderReceiver
 from vllm_accprobe.opcheck.run import process_pool
 from vllm_accprobe.opcheck.run.job import Job
@@ -197,13 +197,15 @@ _SETTLED_S = 1.0
 
 class Serving:
     """ranks: those that are taken, None for all; budget, ahead: those of ArrivedRanks; say: gets lines. Raises
-    DumpError, OSError."""
+    DumpError, TlsError, OSError."""
 
     def __init__(
         self, job: Job, endpoint: Endpoint, out: Path, ranks: Sequence[int] | None, *, budget: int, ahead: int,
         say: Callable[[str], object],
     ):  # fmt: skip
         self._out, self._say = out, say
+        if endpoint.shared is None:
+            secured(endpoint)  # before anything is written
         root = Path(job.dump)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
@@ -220,9 +222,9 @@ class Serving:
                 self.receiver = Receiver(endpoint, self.arrivals, say)
                 how = "TLS, certificates on both sides" if endpoint.tls else "plain, this machine only"
                 say(f"waiting for calls at {endpoint.host}:{self.receiver.port} ({how})")
-        except TlsError as why:
+        except TlsError:
             os.close(self._lock)
-            raise DumpError(str(why)) from None
+            raise
         self.checking = Checking(job, self.arrivals, say)
 
     def wait(self, idle: float) -> None:

@@ -149,10 +149,10 @@ class FolderReceiver:
         self._damaged: dict[int, int] = {}
         self._refused: set[int] = set()
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in shared.glob("rank*"):  # what another receiver refused, this one may take
+        for rank in self._ranks():  # what another receiver refused, this one may take
             with contextlib.suppress(OSError, frames.FrameError):
-                if _have(folder).refused:
-                    (folder / HAVE_FILE).unlink()
+                if _have(shared / rank_dir(rank)).refused:
+                    (shared / rank_dir(rank) / HAVE_FILE).unlink()
         self._thread = threading.Thread(target=self._watch, name="accprobe-shared", daemon=True)
         self._thread.start()
 
@@ -163,12 +163,16 @@ class FolderReceiver:
     def _watch(self) -> None:
         while not self.arrivals.stop.wait(POLL_S):
             try:
-                with os.scandir(self._shared) as entries:
-                    folders = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
-                for rank in sorted(int(m[1]) for name in folders if (m := frames.RANK_FOLDER.fullmatch(name))):
+                for rank in self._ranks():
                     self._rank(rank)
             except OSError as error:
                 self.refusals.add(str(self._shared), error.strerror or str(error))
+
+    def _ranks(self) -> list[int]:
+        """Whose folders are there. A link may lead anywhere, and what is in a folder is written and deleted."""
+        with os.scandir(self._shared) as entries:
+            folders = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+        return sorted(int(m[1]) for name in folders if (m := frames.RANK_FOLDER.fullmatch(name)))
 
     def _rank(self, rank: int) -> None:
         folder = self._shared / rank_dir(rank)

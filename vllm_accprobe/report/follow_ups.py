@@ -64,11 +64,14 @@ def _steps(comparison: Comparison) -> Iterator[NextStep | None]:
 
 @dataclass(frozen=True)
 class _Place:
-    """What the steps are about: the culprit, or where the error is first seen. origin: None there. pair: its worst."""
+    """What the steps are about: the culprit, or where the error is first seen. origin: None there. pair: its worst;
+    row: (request, position) that the verdict names, else the pair's worst, None where it has none that `inspect`
+    takes."""
 
     tap: str
     pair: Pair
     origin: OriginEntry | None
+    row: tuple[str, int] | None
 
     @staticmethod
     def of(comparison: Comparison) -> _Place | None:
@@ -81,12 +84,15 @@ class _Place:
             return None
         row = found.get("request"), found.get("position")
 
-        def rank(i: int) -> tuple[bool, bool, float]:
+        def rank(i: int) -> tuple[bool, bool, bool, float]:
             p, named = own[i], row != (None, None)
-            return p.status == "fail", named and (p.worst_request, p.worst_position) == row, own.severities[i]
+            whose = named and p.worst_request == row[0]
+            return p.status == "fail", whose and p.worst_position == row[1], whose, own.severities[i]
 
         pair = own[max(range(len(own)), key=rank)]
-        return _Place(pair.tap, pair, origins[0] if origins else None)
+        own_row = f"{pair.tap}/{pair.role}" in (f"{found.get('module')}/{found.get('role')}", found.get("role"))
+        at = _row(*row) if own_row else None
+        return _Place(pair.tap, pair, origins[0] if origins else None, at or _row(*_worst(pair)))
 
     def golden(self, comparison: Comparison) -> tuple[str, str] | None:
         """Golden's (tap, what `show` takes for it); None where its own names, a tool's of files, do not tell."""
@@ -156,12 +162,17 @@ def _values(comparison: Comparison, place: _Place) -> NextStep | None:
     if p.tap.startswith("-"):
         return None
     at = [] if p.call == 0 else ["--calls", str(p.call)]
-    where = ["--positions", str(p.worst_position)] if _has_row(p) else []
-    who = ["--requests", glob_of(str(p.worst_request))] if _has_row(p) else []
-    theirs = comparison.golden_ids.get(str(p.worst_request), str(p.worst_request))
-    whose = ["--requests", glob_of(theirs)] if _has_row(p) else []
-    own = ["--steps", str(p.step)] if p.step is not None else []
-    own += ["--ranks", str(p.rank)] if p.rank is not None else []
+    own, who, whose, where, what = list[str](), list[str](), list[str](), list[str](), "values there"
+    if place.row is not None:
+        request, position = place.row
+        where, who = ["--positions", str(position)], ["--requests", glob_of(request)]
+        whose = ["--requests", glob_of(comparison.golden_ids.get(request, request))]
+        what = "values of the row that the verdict names"
+    if place.row in (None, _worst(p)):
+        own = ["--steps", str(p.step)] if p.step is not None else []
+        what = what if place.row is None else "values of the row that is worst"
+    if p.rank is not None and (place.row is None or place.row[0] == p.worst_request):
+        own += ["--ranks", str(p.rank)]
     head = ["accprobe", "inspect"]
     lines = [line_of([*head, path_word(comparison.mine_path), f"{p.tap}/{p.role}", *own, *at, *who, *where])]
     golden = place.golden(comparison)
@@ -169,14 +180,16 @@ def _values(comparison: Comparison, place: _Place) -> NextStep | None:
         lines.append(line_of([*head, path_word(comparison.golden_path), golden[1], *at, *whose, *where]))
     found = tuple(line for line in lines if line is not None)
     both = "mine's and golden's" if len(found) > 1 else "the"
-    what = "values of the row that is worst" if where else "values there"
     return NextStep(f"{both} {what}", found) if found else None
 
 
-def _has_row(pair: Pair) -> bool:
-    """Whether `show` can be named the worst row: rows of images are named otherwise than by a request alone."""
-    known = pair.worst_request is not None and pair.worst_position is not None
-    return known and bool(pair.worst_request) and ", image " not in str(pair.worst_request)
+def _worst(pair: Pair) -> tuple[str | None, int | None]:
+    return pair.worst_request, pair.worst_position
+
+
+def _row(request: str | None, position: int | None) -> tuple[str, int] | None:
+    """What `inspect` takes: rows of images are named otherwise than by a request alone."""
+    return (request, position) if request and position is not None and ", image " not in request else None
 
 
 def _alone(comparison: Comparison, place: _Place) -> NextStep | None:
