@@ -16,7 +16,7 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.case import StoredCache, closed, decode, encode, load, save
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.calls.views import contiguous, in_memory, laid_out, read_at, some_rows, view_of
-from vllm_accprobe.opcheck.reference import Call, MemoryLayout, device_kernel
+from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout, device_kernel
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
