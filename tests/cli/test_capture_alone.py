@@ -50,7 +50,7 @@ def test_a_capture_has_statistics(dump: Path) -> None:
     assert open_dump(dump).errors == []
 
 
-@pytest.mark.parametrize("line", ["inspect {}", "inspect {} 2", "inspect --repair {}", "convert {} --to npz {}.npz"])
+@pytest.mark.parametrize("line", ["inspect {} 2", "inspect --repair {}", "convert {} --to npz {}.npz"])
 def test_what_looks_at_a_dump_works(dump: Path, line: str) -> None:
     done = alone(_MAIN, *(word.format(dump) for word in line.split()))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import odd_server
+
 HERE = Path(__file__).resolve().parent
 ROUNDING = {"bfloat16": 0.02, "float16": 0.0025, "float32": 1e-6}
 
@@ -33,9 +35,16 @@ def installed(folder: Path) -> str:
 
 def main() -> None:
     """`vllm serve MODEL --port=N ...`"""
-    import odd_server
-
     words = sys.argv[1:]
+    with odd_server.odd(answers(words), forced=True, port=int(option(words, "--port", "0"))):
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        while not stop.is_set():
+            time.sleep(0.02)
+
+
+def answers(words: list[str]) -> odd_server.Answer:
+    """What the command answers. Ends this process where it should."""
     dtype, fault = option(words, "--dtype", "bfloat16"), float(option(words, "--fault", "0"))
     dies, template = int(option(words, "--dies-after", "0")), option(words, "--template", "")
     if dtype not in ROUNDING:
@@ -61,11 +70,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return 200, json.dumps(completion(body, dtype, fault)).encode()
 
-    with odd_server.odd(answer, forced=True, port=int(option(words, "--port", "0"))):
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        while not stop.is_set():
-            time.sleep(0.02)
+    return answer
 
 
 def option(words: list[str], name: str, default: str) -> str:

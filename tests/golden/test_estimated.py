@@ -50,7 +50,7 @@ def nan(values: np.ndarray, positions: np.ndarray, decode: np.ndarray) -> np.nda
 TAP = "model.layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "pass"), (1.1, "fail"), (1.5, "fail")])
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "pass"), (1.1, "fail")])
 def test_a_pack_names_what_the_full_golden_names(
     golden: tuple[Path, Path], tmp_path: Path, factor: float, verdict: str
 ) -> None:

@@ -254,7 +254,6 @@ LAYER = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer.forward
     ("read", "more", "why"),
     [(lambda seen: seen[-1], {}, ""),
      (lambda seen: seen[-1] + seen[0].mean(), {}, "model.norm reads the output of another layer than the one before"),
-     (lambda seen: torch.stack(seen).mean(0), {}, "model.norm reads the output of another layer than the one before"),
      (lambda seen: seen[-1], {"cache": []}, "model.layers.0 adds to the list cache, which another may read")],
 )  # fmt: skip
 def test_models_whose_layers_read_more_than_the_one_before(
@@ -346,7 +345,7 @@ def expected(qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("block", [0, 3, 6])
+@pytest.mark.parametrize("block", [0, 6])
 def test_a_killed_run_continues(
     qwen2: Path, expected: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

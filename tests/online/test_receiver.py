@@ -89,9 +89,9 @@ def test_a_hostile_peer_takes_no_memory_and_nobodys_turn(tmp_path: Path, small: 
     with ended(receive):
         for peer in peers:
             peer.start()
-        time.sleep(1)
+        time.sleep(0.5)
         before = receive.rss_kb()
-        time.sleep(2)
+        time.sleep(1)
         after = receive.rss_kb()
         send = Run("send", str(small), "--port", str(port), *more[1])
         assert send.code(60) == 0, send.said

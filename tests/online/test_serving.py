@@ -17,7 +17,7 @@ FILES = ("opcheck.csv", "result.csv", "profile.json")
 
 @pytest.fixture(scope="session")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return many(tmp_path_factory.mktemp("online") / "dump", 400)
+    return many(tmp_path_factory.mktemp("online") / "dump", 200)
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def same(out: Path, offline: Path) -> None:
         assert (out / name).read_bytes() == (offline / name).read_bytes(), name
 
 
-def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, offline):
+def test_200_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, offline):
     authority, port, out = Authority(), free_port(), tmp_path / "out"
     tls = [str(authority.folder(tmp_path / side, side)) for side in ("server", "client")]
     line = Cut(port)
@@ -41,11 +41,11 @@ def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
     with ended(first, send):
         journal = out / "received/rank0000/journal.jsonl"
         for _ in range(3):
-            line.wait_until(100_000)  # of some 600,000 in all
+            line.wait_until(50_000)  # of some 300,000 in all
             line.cut()
-        line.wait_until(20_000)  # on after the third cut, too: the kill is a fourth break
+        line.wait_until(10_000)  # on after the third cut, too: the kill is a fourth break
         while not journal.stat().st_size:
-            line.wait_until(20_000)
+            line.wait_until(10_000)
         assert send.process.poll() is None  # else nothing was cut or killed in the middle
         line.until = math.inf
         first.kill()
@@ -57,7 +57,7 @@ def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
     line.close()
     assert f"on from byte {had:,} of its journal" in second.said
     assert send.said.count("connected again") >= 4
-    assert "400 calls were checked as they came" in second.said
+    assert "200 calls were checked as they came" in second.said
     assert journal.read_bytes() == (calls / "rank0000/journal.jsonl").read_bytes()
     same(out, offline)
 
@@ -65,7 +65,7 @@ def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
 def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path) -> None:
     """The capture goes on while it is sent and checked; what fails is said before it ends."""
     source, shared, out = tmp_path / "dump", tmp_path / "shared", tmp_path / "out"
-    whole = many(tmp_path / "whole", 120)
+    whole = many(tmp_path / "whole", 60)
     assert main(["opcheck", str(whole), "-j", "0", "--out", str(tmp_path / "offline")]) == 1
     journal = (whole / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
     (source / "rank0000").mkdir(parents=True)
@@ -138,22 +138,6 @@ def test_nothing_came(tmp_path: Path) -> None:
     receive = serve(tmp_path / "out", free_port(), "--wait", "0.3")
     assert receive.code() == 3
     assert receive.lines[-1].endswith("no rank sent anything that was taken")
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["serve", "--host", "0.0.0.0"], "0.0.0.0 is not this machine, and without certificates nothing goes over"),
-    (["serve", "--tls", "."], "has no ca.crt, no server.crt, no server.key"),
-    (["serve", "--config", "nowhere.json"], "nowhere.json: No such file or directory"),
-    (["serve", "--standard", "none"], "standard 'none': known are"),
-    (["send", "nowhere"], "nowhere does not exist"),
-    (["send", ".", "--patience", "0"], "is no dump of accprobe"),
-])  # fmt: skip
-def test_bad_usage_is_one_line(tmp_path, monkeypatch, capsys, words, said):
-    monkeypatch.chdir(tmp_path)
-    assert main(["online", *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert len(error.splitlines()) == 1
 
 
 def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
