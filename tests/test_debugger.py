@@ -190,11 +190,11 @@ def _read(config: Path, **file: object) -> Any:
 
 def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
     block = {"list": ["mlp"], "data_mode": "input", "summary_mode": "md5", "request_id": "chat-7"}
-    found = _read(tmp_path / "c", task="statistics", statistics=block)
+    found = _read(tmp_path / "config.json", task="statistics", statistics=block)
     assert (found.probe.modules, found.probe.parts, found.probe.requests) == (("*mlp*",), ("input",), ("chat-7",))
     assert found.probe.task == "stats"
     assert found.notes == ()
-    (note,) = _read(tmp_path / "c", task="statistics", statistics={"summary_mode": ["max"]}).notes
+    (note,) = _read(tmp_path / "config.json", task="statistics", statistics={"summary_mode": ["max"]}).notes
     assert "summary_mode of the config file's statistics block is ignored" in note
 
 
@@ -211,7 +211,7 @@ def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
 )
 def test_a_value_of_a_task_that_cannot_be(block: object, line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=line):
-        _read(tmp_path / "c", task="tensor", tensor=block)
+        _read(tmp_path / "config.json", task="tensor", tensor=block)
 
 
 def test_a_rank_that_is_not_asked_for_writes_nothing(tmp_path: Path) -> None:

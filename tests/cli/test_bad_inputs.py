@@ -1,5 +1,5 @@
 """Sentences that were wrong once, and paths that miss their dump by a folder and find it. What is typed by mistake:
-test_refusals.py. Dumps that cannot be read or are of another kind, and trouble while writing: test_bad_input_table.py.
+test_mistakes.py. Dumps that cannot be read or are of another kind, and trouble while writing: test_bad_input_table.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""``accprobe send`` as typed; what is wrong is in test_refusals.py, the rest in gate/sending."""
+"""``accprobe send`` as typed; what is wrong is in test_mistakes.py, the rest in gate/sending."""
 
 import os
 from pathlib import Path

@@ -1,18 +1,16 @@
-"""``accprobe send`` with a real `vllm serve`: ids, log-probabilities, a hang, a kill while forced, and going on."""
+"""``accprobe send`` with a real `vllm serve`: ids, log-probabilities, a hang, and going on. A server that is killed:
+tests/cli/test_gate_run.py."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from golden_by_hand import golden
-from vllm_server import ENV, SMALL, Server
+from vllm_server import Server
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
@@ -94,41 +92,3 @@ def test_a_hang_is_one_line_and_the_same_command_goes_on(server: Server, tmp_pat
     assert "did not answer within 1 s (--timeout)" in err[0]
     assert main(words) == 0
     assert len(replies.read(out).passes[0]) == 5
-
-
-def test_an_engine_that_is_killed(served_model: Path, server: Server, preloaded_vllm: Path, tmp_path: Path) -> None:
-    """--engine starts a server, which is forced; it is killed in the middle; another one goes on."""
-    folder, out = golden(tmp_path / "golden", [(3, 100)] * 40, words=["one"]), tmp_path / "out"
-    engine = f"{preloaded_vllm / 'vllm'} serve {served_model} {' '.join(SMALL)} --enforce-eager"
-    words = [sys.executable, "-m", "vllm_accprobe.cli", "send", "--teacher-force", str(folder),
-             "--out", str(out), "--no-score"]  # fmt: skip
-    with subprocess.Popen(
-        [*words, "--engine", engine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | ENV | {"OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
-        deadline = time.monotonic() + 300
-        first = out / "pass-0.jsonl"
-        while not (first.exists() and first.read_bytes().count(b"\n") >= 3):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        started = [p for p in psutil.Process(process.pid).children(recursive=True) if "serve" in " ".join(p.cmdline())]
-        group = os.getpgid(started[0].pid)
-        os.killpg(group, signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1), stderr
-    assert "answers are kept in" in stderr
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
-    kept = len(replies.read(out).passes[0])
-    assert 3 <= kept < 40
-    written = replies.read_steps(out).rows(0, "p1")
-    assert [(before, n, together) for _, before, n, together in written] == [
-        (0, 3, 1),
-        *((k, 1, 1) for k in range(3, 102)),
-    ]
-    assert main([*words[3:], "--url", server.url]) == 0
-    about = replies.read_about(out)
-    assert (about["complete"], about["passes"][0]["answered"], about["passes"][0]["resumed"]) == (True, 40, 1)
-    was, sent = replies.read(folder).passes[0], replies.read(out).passes[0]
-    assert {name: r.token_ids for name, r in sent.items()} == {name: r.token_ids for name, r in was.items()}
