@@ -19,7 +19,7 @@ from vllm_accprobe.cli import main
 
 SERVE = ["vllm", "serve", "M", "--max-num-batched-tokens", "64", "--block-size", "32", "--async-scheduling"]
 PREFIX = "!--no-enable-prefix-caching"
-CHUNKS, BLOCK, ASYNC = "--max-num-batched-tokens 64", "--block-size 32", " --async-scheduling"
+CHUNKS, BLOCK = "--max-num-batched-tokens 64", "--block-size 32"
 """Parts of settings_server's sets: prefix caching is on unless it is switched off."""
 
 

@@ -12,10 +12,10 @@ from vllm_accprobe.cli import main
 OFF = 0.3
 
 
-def trainer(path: Path, fake: FakePaths, off: float = 0.0, sequences: int = 4) -> Path:
+def trainer(path: Path, fake: FakePaths, off: float = 0.0) -> Path:
     """What the fake server says of the tokens, and ``off`` added for the last half of each answer."""
     lines = []
-    for k in range(sequences):
+    for k in range(4):
         ids = [(7 * i + k) % 500 for i in range(30)]
         logprobs = []
         for i in range(10, 30):

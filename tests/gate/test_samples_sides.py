@@ -136,7 +136,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def test_opencompass_without_predictions_has_only_numbers(tmp_path: Path) -> None:
-    file = write_opencompass(tmp_path, "t", [True], form="bare")
+    file = write_opencompass(tmp_path, "t", [True], questions=False)
     (tmp_path / "predictions/tiny/t.json").unlink()
     side = evaluations.open_side(file)
     assert side.by_index

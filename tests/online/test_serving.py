@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from online.online_certificates import Authority
-from online.online_runs import Cut, Run, ended, free_port, many, serve
+from online.online_runs import Cut, Run, ended, free_port, many, sent, serve
 from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
 
@@ -17,7 +17,7 @@ FILES = ("opcheck.csv", "result.csv", "profile.json")
 
 @pytest.fixture(scope="session")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return many(tmp_path_factory.mktemp("online") / "dump", 200)
+    return many(tmp_path_factory.mktemp("online") / "dump", 400)
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def same(out: Path, offline: Path) -> None:
         assert (out / name).read_bytes() == (offline / name).read_bytes(), name
 
 
-def test_200_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, offline):
+def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, offline):
     authority, port, out = Authority(), free_port(), tmp_path / "out"
     tls = [str(authority.folder(tmp_path / side, side)) for side in ("server", "client")]
     line = Cut(port)
@@ -41,11 +41,11 @@ def test_200_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
     with ended(first, send):
         journal = out / "received/rank0000/journal.jsonl"
         for _ in range(3):
-            line.wait_until(50_000)  # of some 300,000 in all
+            line.wait_until(100_000)  # of some 600,000 in all
             line.cut()
-        line.wait_until(10_000)  # on after the third cut, too: the kill is a fourth break
+        line.wait_until(20_000)  # on after the third cut, too: the kill is a fourth break
         while not journal.stat().st_size:
-            line.wait_until(10_000)
+            line.wait_until(20_000)
         assert send.process.poll() is None  # else nothing was cut or killed in the middle
         line.until = math.inf
         first.kill()
@@ -57,7 +57,7 @@ def test_200_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
     line.close()
     assert f"on from byte {had:,} of its journal" in second.said
     assert send.said.count("connected again") >= 4
-    assert "200 calls were checked as they came" in second.said
+    assert "400 calls were checked as they came" in second.said
     assert journal.read_bytes() == (calls / "rank0000/journal.jsonl").read_bytes()
     same(out, offline)
 
@@ -109,9 +109,8 @@ def test_two_ranks_and_a_sender_each(tmp_path: Path) -> None:
 def test_interrupted_it_checks_what_is_here(tmp_path: Path) -> None:
     out, port = tmp_path / "out", free_port()
     receive = serve(out, port, "--ranks", "0-1")
-    send = Run("send", str(build(tmp_path / "dump", "layers.0.norm")), "--port", str(port))
-    with ended(receive, send):
-        assert send.code() == 0
+    with ended(receive):
+        assert sent(str(build(tmp_path / "dump", "layers.0.norm")), "--port", str(port))[0] == 0
         receive.until("all is here")
         receive.process.send_signal(signal.SIGINT)
         assert receive.code() == 1, receive.said
@@ -125,7 +124,7 @@ def test_killed_while_it_checks_it_needs_no_sender_any_more(tmp_path: Path) -> N
     dump = build(tmp_path / "dump", "layers.0.norm")
     receive = serve(out, port, "--ranks", "0")
     with ended(receive):
-        assert Run("send", str(dump), "--port", str(port)).code() == 0
+        assert sent(str(dump), "--port", str(port))[0] == 0
         receive.kill()
     assert not (out / "opcheck.csv").exists()
     again = serve(out, port)
@@ -146,10 +145,9 @@ def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
     one, two = build(tmp_path / "one"), build(tmp_path / "two", "layers.0.norm")
     receive = serve(out, port, "--ranks", "0-1")
     with ended(receive):
-        assert Run("send", str(one), "--port", str(port)).code() == 0
-        send = Run("send", str(two), "--port", str(port))
-        assert send.code() == 2
-        assert "holds rank 0 of another run: give it another --out" in send.said
-        other = Run("send", str(one), "--port", str(port), "--ranks", "5")
-        assert other.code() == 2, other.said
+        assert sent(str(one), "--port", str(port))[0] == 0
+        code, lines = sent(str(two), "--port", str(port))
+        assert code == 2
+        assert "holds rank 0 of another run: give it another --out" in "\n".join(lines)
+        assert sent(str(one), "--port", str(port), "--ranks", "5")[0] == 2
     assert (out / "received/rank0000/journal.jsonl").read_bytes() == (one / "rank0000/journal.jsonl").read_bytes()

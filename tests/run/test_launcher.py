@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.processes import gone
 
 from vllm_accprobe.run import launcher
 from vllm_accprobe.run.launcher import Guard, LaunchError, command_line, run
@@ -118,12 +119,7 @@ def test_a_server_that_does_not_end_is_killed_where_its_command_was(tmp_path: Pa
         pid = int(parent.stdout.readline())
         wait_for(tmp_path / "ready")
         parent.kill()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return  # killed, and init has not waited for it yet
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
+    assert gone(pid)
 
 
 def test_what_is_to_be_killed_at_once_has_a_second(tmp_path: Path) -> None:
