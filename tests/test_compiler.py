@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 pytest.importorskip("llvmlite")
 from vllm_accprobe import compiler, machine_code
-from vllm_accprobe.compiler import bits_as, larger, part, scratch, smaller
+from vllm_accprobe.compiler import larger, part, scratch, smaller
 
 Ints, Floats, Bytes = NDArray[np.int64], NDArray[np.float64], NDArray[np.uint8]
 
@@ -97,7 +97,7 @@ def floats(data: Floats, out: Floats) -> None:
     out[0], out[1], out[2] = low, high, finite
     out[3] = np.sqrt(abs(low)) / max(high, 1.0) - min(finite, 2)
     out[4] = np.float64(np.float32(0.1))
-    out[5] = bits_as(np.int32(0x3F800000), np.float32) + np.uint32(high)
+    out[5] = np.float32(1) + np.uint32(high)
     out[6] = data[0] != data[0]
     out[7] = 7 / 2
 

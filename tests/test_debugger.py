@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,16 @@ def nothing_left() -> Iterator[None]:
     yield
     for one in list(debugger._open.values()):
         one.close()
+
+
+def once(**how: Any) -> PrecisionDebugger:
+    """One forward of a new model, captured and closed."""
+    model = Toy()
+    debugger = PrecisionDebugger(model=model, **how)
+    debugger.start()
+    model(IDS)
+    debugger.close()
+    return debugger
 
 
 def steps(dump: Dump) -> list[int]:
@@ -49,24 +60,19 @@ def test_torch_xray_made_in_every_step(tmp_path: Path) -> None:
     assert not (tmp_path / "d.2").exists()
 
 
-def test_torch_xray_counts_forwards_from_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [False, True])
+def test_torch_xray_counts_forwards_from_one(tmp_path: Path, stops: bool) -> None:
+    """Started once, or with stop and step around each forward."""
     model = Toy()
     debugger = PrecisionDebugger(dump_path=str(tmp_path / "d"), hook_name="dump", step=[2, 4], model=model)
     debugger.start()
     for _ in range(6):
         model(IDS)
+        if stops:
+            debugger.stop()
+            debugger.step()
+            debugger.start()
     assert steps(open_dump(tmp_path / "d")) == [2, 4]
-
-
-def test_torch_xray_with_start_stop_and_step(tmp_path: Path) -> None:
-    model = Toy()
-    debugger = PrecisionDebugger(dump_path=str(tmp_path / "d"), hook_name="dump", step=[1, 3], model=model)
-    for _ in range(4):
-        debugger.start()
-        model(IDS)
-        debugger.stop()
-        debugger.step()
-    assert steps(open_dump(tmp_path / "d")) == [1, 3]
 
 
 def test_msprobe_counts_its_own_steps(tmp_path: Path) -> None:
@@ -105,21 +111,13 @@ def test_without_chosen_steps_it_goes_on_until_it_is_closed(tmp_path: Path) -> N
 
 def test_a_second_run_never_writes_over_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        model = Toy()
-        debugger = PrecisionDebugger(dump_path=tmp_path / "d", model=model)
-        debugger.start()
-        model(IDS)
-        debugger.close()
+        once(dump_path=tmp_path / "d")
     assert "already holds rank 0; this dump goes to" in caplog.text
     assert steps(open_dump(tmp_path / "d")) == steps(open_dump(tmp_path / "d.2")) == [1]
 
 
 def test_operator_calls_too(tmp_path: Path) -> None:
-    model = Toy()
-    debugger = PrecisionDebugger(dump_path=tmp_path / "d", hook_name="dump", model=model, dump_torch_api=True)
-    debugger.start()
-    model(IDS)
-    debugger.close()
+    once(dump_path=tmp_path / "d", hook_name="dump", dump_torch_api=True)
     assert any(op.op.startswith("aten") for op in open_dump(tmp_path / "d").ops)
 
 
@@ -127,11 +125,7 @@ def test_what_is_left_open_is_the_environments(tmp_path: Path, monkeypatch: pyte
     for name, value in (("", "1"), ("_DIR", str(tmp_path / "env")), ("_TASK", "stats"), ("_MODULES", "norm")):
         monkeypatch.setenv(f"VLLM_ACCPROBE{name}", value)
     for path, where in ((None, "env"), (tmp_path / "own", "own")):
-        model = Toy()
-        debugger = PrecisionDebugger(dump_path=path, hook_name="dump", model=model)
-        debugger.start()
-        model(IDS)
-        debugger.close()
+        once(dump_path=path, hook_name="dump")
         records = [r for r in open_dump(tmp_path / where).records if r.step is not None]
         assert {r.tap for r in records} == {"norm"}
         assert all(r.payload is None for r in records)
@@ -140,11 +134,7 @@ def test_what_is_left_open_is_the_environments(tmp_path: Path, monkeypatch: pyte
 def test_inside_vllm_the_environments_settings_are_the_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("", "1"), ("_RUN_ID", "1-a"), ("_MODULES", "lm_head")):
         monkeypatch.setenv(f"VLLM_ACCPROBE{name}", value)
-    model = Toy()
-    debugger = PrecisionDebugger(dump_path=tmp_path / "d", hook_name="dump", model=model)
-    debugger.start()
-    model(IDS)
-    debugger.close()
+    once(dump_path=tmp_path / "d", hook_name="dump")
     assert {"norm", "<root>"} <= {r.tap for r in open_dump(tmp_path / "d").records}
 
 
@@ -193,25 +183,19 @@ def test_what_has_no_effect_is_noted_once(tmp_path: Path, caplog: pytest.LogCapt
     ]
 
 
-def _notes(**file: object) -> list[str]:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
-        json.dump({"dump_path": "d", **file}, config)
-        config.flush()
-        return list(read_settings(config.name).notes)
+def _read(config: Path, **file: object) -> Any:
+    config.write_text(json.dumps({"dump_path": "d", **file}))
+    return read_settings(config)
 
 
 def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
     block = {"list": ["mlp"], "data_mode": "input", "summary_mode": "md5", "request_id": "chat-7"}
-    config.write_text(json.dumps({"task": "statistics", "dump_path": str(tmp_path / "d"), "statistics": block}))
-    found = read_settings(config)
+    found = _read(tmp_path / "config.json", task="statistics", statistics=block)
     assert (found.probe.modules, found.probe.parts, found.probe.requests) == (("*mlp*",), ("input",), ("chat-7",))
     assert found.probe.task == "stats"
     assert found.notes == ()
-    assert "summary_mode of the config file's statistics block is ignored" in _notes(
-        task="statistics", statistics={"summary_mode": ["max"]})[0]  # fmt: skip
+    (note,) = _read(tmp_path / "config.json", task="statistics", statistics={"summary_mode": ["max"]}).notes
+    assert "summary_mode of the config file's statistics block is ignored" in note
 
 
 @pytest.mark.parametrize(
@@ -225,19 +209,13 @@ def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
         ({"request_id": {}}, r"tensor.request_id=\{\}: a list of names is expected"),
     ],
 )
-def test_a_value_of_a_task_that_cannot_be(block: object, line: str) -> None:
+def test_a_value_of_a_task_that_cannot_be(block: object, line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=line):
-        _notes(task="tensor", tensor=block)
+        _read(tmp_path / "config.json", task="tensor", tensor=block)
 
 
 def test_a_rank_that_is_not_asked_for_writes_nothing(tmp_path: Path) -> None:
-    model = Toy()
-    debugger = PrecisionDebugger(dump_path=tmp_path / "d", rank=[1], model=model)
-    debugger.start()
-    model(IDS)
-    debugger.stop()
-    debugger.step()
-    debugger.close()
+    once(dump_path=tmp_path / "d", rank=[1])
     assert not (tmp_path / "d").exists()
 
 

@@ -516,9 +516,3 @@ def scratch(body: _Body, n: int, kind: Any) -> ArrayView:
     place = body.room(_type(np.dtype(kind)), n)
     place.align = 64
     return ArrayView(place, body.as_kind(n, _INT), np.dtype(kind))
-
-
-@emitted
-def bits_as(body: _Body, x: Number, kind: Any) -> Number:
-    """The number of ``kind`` that has the same bits."""
-    return Number(body.builder.bitcast(x.value, _type(np.dtype(kind))), np.dtype(kind))

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from dumps import writer
 
 from vllm_accprobe import arm_file
@@ -38,20 +37,3 @@ def test_on_and_off(tmp_path: Path, capsys: Any) -> None:
     assert (code, out) == (2, "")
     assert err == f"accprobe: {tmp_path}: no server writes into this dump any more\n"
     assert arm_file.read(path) == ArmSelection(False)
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (("nowhere",), "nowhere is no directory"),
-    (("file",), "file is no directory"),
-    ((".", "--off", "--tokens", "3"), "leave --tokens away"),
-    ((".", "--tokens", "4-1"), "ends before it begins"),
-    ((".", "--steps", "soon"), "is not a number"),
-    ((".",), ".: no server captures here"),
-])  # fmt: skip
-def test_what_is_wrong_is_one_line(words: Any, says: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("")
-    code, out, err = arm(capsys, *words)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert says in err
-    assert not Path("arm.json").exists()

@@ -7,19 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from settings_server import install, served
+from odd_server import started_here
+from settings_server import answers, install
 from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
 
 SERVE = ["vllm", "serve", "M", "--max-num-batched-tokens", "64", "--block-size", "32", "--async-scheduling"]
 PREFIX = "!--no-enable-prefix-caching"
-CHUNKS, BLOCK, ASYNC = "--max-num-batched-tokens 64", "--block-size 32", " --async-scheduling"
+CHUNKS, BLOCK = "--max-num-batched-tokens 64", "--block-size 32"
 """Parts of settings_server's sets: prefix caching is on unless it is switched off."""
 
 
@@ -33,7 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # An environment in which no vllm is found takes every option to be there; this one's is found or not.
     monkeypatch.setattr("vllm_accprobe.gate.bisect.edits.interpreter", lambda words, environ: None)
-    monkeypatch.setattr("vllm_accprobe.gate.bisect.trials.served", served)
+    monkeypatch.setattr("vllm_accprobe.gate.bisect.trials.served", started_here(answers))
     return tmp_path
 
 
@@ -122,33 +122,6 @@ def test_nothing_differs(place: Path, capsys: Any) -> None:
     assert starts(place) == 2
 
 
-def test_a_custom_operator_is_one_of_its_axis(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The list is found from the installed vLLM."""
-    from vllm_accprobe.gate.bisect import edits
-
-    ops = tuple(f"op{i:02}" for i in range(12))
-    monkeypatch.setattr(edits, "options_offered", lambda command: edits.Offered(None, (), ops))
-    fault(monkeypatch, ["!-op07", '!"none"'])
-    assert (
-        main(["bisect", "--out", "out", "--prompts", "p.jsonl", "--hold", "compilation", "--json", "--", *SERVE]) == 1
-    )
-    result = found(capsys)
-    assert [s["name"] for c in result["causes"] for s in c["settings"]] == ["custom operators: op07"]
-    assert '"-op06"' in result["causes"][0]["commands"]["fails"]
-    assert '"-op07"' not in result["causes"][0]["commands"]["fails"]
-    assert '"custom_ops":["-op07"]' in result["causes"][0]["commands"]["passes"]
-
-
-def test_a_vendors_switch(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("VENDOR_NORM", "1")
-    fault(monkeypatch, ["$VENDOR_NORM=1"])
-    (place / "s.toml").write_text('[[switch]]\nname = "norm"\nenvironment = "VENDOR_NORM"\nplain = "0"\n')
-    assert main(words(place, "--json", "--switches", "s.toml")) == 1
-    result = found(capsys)
-    assert [s["name"] for c in result["causes"] for s in c["settings"]] == ["norm"]
-    assert result["causes"][0]["commands"]["passes"].startswith("VENDOR_NORM=0 vllm serve")
-
-
 def test_a_plan_starts_nothing(place: Path, capsys: Any) -> None:
     assert main(words(place, "--plan")) == 0
     assert "combinations" in capsys.readouterr().out
@@ -198,28 +171,6 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatc
     begun = starts(place)
     assert main(words(place)) == 1
     assert starts(place) < begun + 9
-
-
-BAD: list[tuple[Callable[[Path], list[str]], str]] = [
-    (lambda p: ["bisect", "--out", "out", "--", "python", "-c", "pass"], "is no `vllm serve`"),
-    (lambda p: ["bisect", "--out", "out", "--", "no-such-program", "serve"], "no such command"),
-    (lambda p: words(p, "--only", "nonsense"), "is no setting that can be varied here"),
-    (lambda p: words(p, "--share", "1.5"), "--share"),
-    (lambda p: words(p, "--plain", "attention"), "SETTING=VALUE"),
-    (lambda p: words(p, "--plain", "colour=red"), "have other plain values"),
-    (lambda p: words(p, "--switches", "none.toml"), "is no file"),
-    (lambda p: words(p, serve=["vllm", "serve", "M", "-cc", "{"]), "no json"),
-    (lambda p: ["bisect", "--out", "out", "--prompts", "none.jsonl", "--", *SERVE], "is no file"),
-]
-
-
-@pytest.mark.parametrize(("made", "said"), BAD, ids=[said for _, said in BAD])
-def test_bad_input_is_one_line(place: Path, capsys: Any, made: Callable[[Path], list[str]], said: str) -> None:
-    assert main(made(place)) == 2
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1
-    assert said in err[0]
-    assert starts(place) == 0
 
 
 def test_files_are_their_owners(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -20,30 +20,6 @@ def lines(capsys):
     return out.out.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["model.layers.0.mlp.down_prj"], 2, "nearest: model.layers.0.mlp.down_proj, "),
-        (["zzz"], 2, "no tap zzz in "),
-        (["model.rotary"], 2, "is a module of the model, but nothing of it was captured (not a plain tensor)"),
-        ([TAPS[0][0], "--role", "output.7"], 3, "it has input.x, output.0 at steps 0 to 2, rank 0"),
-        ([TAPS[0][0], "--step", "0", "--rows", "5"], 2, "model.embed_tokens/input.x has rows 0 to 4, not 5"),
-        ([TAPS[0][0], "--step", "0", "--rows", "5-2"], 2, "--rows: '5-2' is no range of numbers"),
-        ([TAPS[0][0], "--step", "0", "--request", "chat-7"], 3, "nothing matches the options: it has input.x, "),
-        ([TAPS[0][0], "--step", "0", "--position", "7"], 3, "nothing matches the options"),
-        ([TAPS[1][0], "--role", "param.weight", "--position", "1"], 3, "nothing matches the options"),
-        ([TAPS[0][0], "--rows", "1", "--position", "1"], 2, "use one or the other"),
-        ([TAPS[0][0], "--save", "x.pt"], 2, "must end in .npy or .safetensors"),
-        ([TAPS[0][0], "--save", "never.npy"], 2, "6 tensors match, e.g. input.x (step 0, rank 0), "),
-    ],
-)
-def test_show_says_what_is_wrong(dump, capsys, arguments, code, said):
-    assert main(["inspect", str(dump), *arguments]) == code
-    out = capsys.readouterr()
-    assert said in out.err
-    assert out.err.count("\n") == 1
-
-
 def test_show_saves(dump, tmp_path, capsys):
     from safetensors import safe_open
 

@@ -1,18 +1,14 @@
 """``accprobe labels --exec``: a program that labels tensors, and the table of its pairs, in one command."""
 
-import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cli.conftest import Typed
+from support.csv_rows import csv_rows
 
-from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
 
-ROOT = Path(__file__).resolve().parents[2]
-ACCPROBE = Path(sys.executable).parent / "accprobe"
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -36,27 +32,20 @@ sys.exit(int("--fails" in sys.argv) * 7)
 """  # noqa: E501
 
 
-def labels(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ATB_", "ACL"))}
-    (cwd / "script.py").write_text(SCRIPT)
-    (cwd / "run.sh").write_text(f'exec {sys.executable} script.py "$@"\n')
-    return subprocess.run(
-        [ACCPROBE, "labels", *words], cwd=cwd, env=kept | {"PYTHONPATH": str(ROOT / "tests")} | env, text=True,
-        capture_output=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
-def rows(where: Path) -> list[dict[str, str]]:
-    with (where / "labels.csv").open(newline="") as f:
-        return list(csv.DictReader(f))
+@pytest.fixture
+def script(tmp_path: Path, typed: Typed) -> Typed:
+    """`accprobe labels` where run.sh is a program that labels."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "run.sh").write_text(f'exec {sys.executable} script.py "$@"\n')
+    return lambda *words: typed("labels", *words)
 
 
 @pytest.mark.parametrize("tasks", ["", " --tasks"])
-def test_one_command(tmp_path: Path, tasks: str) -> None:
+def test_one_command(tmp_path: Path, script: Typed, tasks: str) -> None:
     """Also where the program begins no task: each of its labels counts."""
-    done = labels("--exec", f"bash run.sh{tasks}", "-d", "dump", "-o", "out", cwd=tmp_path)
+    done = script("--exec", f"bash run.sh{tasks}", "-d", "dump", "-o", "out")
     assert done.returncode == 0, done.stderr
-    found = rows(tmp_path / "out")
+    found = csv_rows(tmp_path / "out/labels.csv")
     assert [r["cmp_flag"] for r in found] == ["True", "True"]
     assert {r["cosine_similarity"] for r in found} == {"1.0"}
     assert f"accprobe: dump: {tmp_path / 'dump'}" in done.stderr
@@ -64,29 +53,9 @@ def test_one_command(tmp_path: Path, tasks: str) -> None:
     assert steps == ({0, 1} if tasks else {0})
 
 
-def test_a_difference_and_a_failing_command(tmp_path: Path) -> None:
-    done = labels("--exec", "bash run.sh --wrong --fails", "-d", "d1", cwd=tmp_path)
+def test_a_difference_and_a_failing_command(tmp_path: Path, script: Typed) -> None:
+    done = script("--exec", "bash run.sh --wrong --fails", "-d", "d1")
     assert done.returncode == 1, done.stderr
     assert "the command ended with exit code 7" in done.stderr
-    assert labels("--exec", "bash run.sh --fails", "-d", "d2", "-o", "o2", cwd=tmp_path).returncode == 7
+    assert script("--exec", "bash run.sh --fails", "-d", "d2", "-o", "o2").returncode == 7
     assert (tmp_path / "o2/labels.csv").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ([], 2, "name a DUMP, or with --exec a command"),
-        (["dump", "--exec", "true"], 2, "one of the two"),
-        (["dump", "--type", "tensor"], 2, "--dir and --type are for --exec"),
-        (["--exec", "true"], 3, "no label was captured"),
-        (["--exec", "true", "--type", "onnx"], 2, "draws what model or layer writes"),
-        (["--exec", "nosuchprogram"], 2, "nosuchprogram: no such command"),
-    ],
-)
-def test_refused_in_a_line(words, code, said, tmp_path, monkeypatch, capfd):
-    for name in [n for n in os.environ if n.startswith(("VLLM_ACCPROBE", "ATB_", "ACL"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    assert main(["labels", *words]) == code
-    assert said in capfd.readouterr().err
-    assert not list(tmp_path.glob("accprobe-labels"))

@@ -60,10 +60,7 @@ def test_fish_completes_commands_and_options(tmp_path: Path):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
-@pytest.mark.parametrize(
-    ("typed", "line"), [("opc", "accprobe opcheck "), ("compare --fo", "accprobe compare --format ")]
-)
-def test_zsh_completes_commands_and_options(tmp_path: Path, typed: str, line: str):
+def test_zsh_completes_options(tmp_path: Path):
     """zsh completes at a terminal only: a line is typed at one, with Tab, and a key shows what stands there then."""
     (tmp_path / ".zshrc").write_text(
         "PS1=; unsetopt prompt_cr prompt_sp; autoload -Uz compinit; compinit -u -D\n"
@@ -76,10 +73,10 @@ def test_zsh_completes_commands_and_options(tmp_path: Path, typed: str, line: st
         os.execvpe("zsh", ["zsh", "-i"], {**os.environ, "PATH": PATH, "ZDOTDIR": str(tmp_path), "TERM": "dumb"})
     with open(terminal, "r+b", buffering=0) as keyboard:
         until((tmp_path / "ready").exists, keyboard)
-        keyboard.write(f"accprobe {typed}\t\x18".encode())  # Ctrl-X waits behind the Tab, which ends when all is there
+        keyboard.write(b"accprobe compare --fo\t\x18")  # Ctrl-X waits behind the Tab, which ends when all is there
         until((tmp_path / "line").exists, keyboard)
     os.waitpid(child, 0)
-    assert (tmp_path / "line").read_text() == line + "\n"
+    assert (tmp_path / "line").read_text() == "accprobe compare --format \n"
 
 
 def until(done: Callable[[], bool], terminal: FileIO, seconds: float = 60) -> None:

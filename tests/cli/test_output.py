@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import json
 import os
 import pty
@@ -9,7 +10,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,23 +170,6 @@ def test_what_it_says_is_what_the_dump_holds(places: Path, capfd: pytest.Capture
     assert len(said["values"]["1"]) == said["tensor"]["shape"][-1]
 
 
-def test_a_wrong_operator_is_in_it(places: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = asked(capfd, ["opcheck", str(places / "CALLS"), "-j", "0", "--out", str(tmp_path / "o"), "--json"])
-    said = json.loads(out)
-    assert (code, said["verdict"], said["calls"], said["checked"]) == (1, "fail", 2, 2)
-    assert [(w["tap"], w["call"], w["outputs"]) for w in said["wrong"]] == [("bad", 0, 1)]
-    assert said["wrong"][0]["severity"] > 1
-
-
-@pytest.mark.parametrize("words", [["inspect", "nowhere"], ["inspect", "D", "no.such.tap"], ["opcheck", "nowhere"]])
-def test_a_refusal_is_one_line_on_stderr(words: list[str], places: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [str(places / w) if w == "D" else w for w in words]
-    code, out, err = asked(capfd, [*words, "--json"])
-    assert (code, out) == (2, "")
-    assert err.startswith("accprobe: ")
-    assert err.count("\n") == 1
-
-
 def test_children_write_elsewhere(tmp_path: Path) -> None:
     """A real process: what the command that is run prints is on stderr, the object alone on stdout."""
     words = [sys.executable, "-m", "vllm_accprobe", "run", "--json", "--max-gb", "0.5", "--dir", str(tmp_path / "d")]
@@ -235,21 +218,37 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def command(words: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_accprobe", *words.split()]
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def environ(columns: int) -> dict[str, str]:
-    kept: Mapping[str, str] = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    return {**kept, "COLUMNS": str(columns), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+def shown_by(words: str, columns: int, cwd: Path, stream: io.StringIO) -> list[str]:
+    """The lines that ``stream``, of so many columns, is sent as stdout, without colours."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stream):
+        patch.chdir(cwd)
+        for name, value in (("COLUMNS", str(columns)), ("TERM", "xterm")):
+            patch.setenv(name, value)
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            patch.delenv(name, raising=False)
+        assert main(words.split()) in (0, 1, 3)
+    return ESCAPES.sub("", stream.getvalue()).splitlines()
 
 
 def on_a_terminal(words: str, columns: int, cwd: Path) -> list[str]:
-    """The lines that a terminal of so many columns is sent on stdout, without colours."""
+    return shown_by(words, columns, cwd, Terminal())
+
+
+@functools.cache
+def in_a_pipe(words: str, cwd: Path, columns: int = 40) -> list[str]:
+    return shown_by(words, columns, cwd, io.StringIO())
+
+
+def test_a_real_terminal_is_sent_the_same(place: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command(words), stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL, cwd=cwd,
-        env=environ(columns),
+        [sys.executable, "-m", "vllm_accprobe", *SHOWN["summary"].split()], stdin=subprocess.DEVNULL, stdout=theirs,
+        stderr=subprocess.DEVNULL, cwd=place, env={**os.environ, "COLUMNS": "40", "TERM": "xterm"},
     )  # fmt: skip
     os.close(theirs)
     said = b""
@@ -257,15 +256,9 @@ def on_a_terminal(words: str, columns: int, cwd: Path) -> list[str]:
         while got := os.read(ours, 65536):
             said += got
     os.close(ours)
-    assert process.wait() in (0, 1, 3)
-    return ESCAPES.sub("", said.decode()).replace("\r", "").splitlines()
-
-
-@functools.cache
-def in_a_pipe(words: str, cwd: Path, columns: int = 40) -> list[str]:
-    done = subprocess.run(command(words), capture_output=True, text=True, cwd=cwd, env=environ(columns))
-    assert done.returncode in (0, 1, 3), done.stderr
-    return done.stdout.splitlines()
+    assert process.wait() == 0
+    lines = ESCAPES.sub("", said.decode()).replace("\r", "").splitlines()
+    assert lines == on_a_terminal(SHOWN["summary"], 40, place)
 
 
 def squeezed(lines: list[str]) -> str:

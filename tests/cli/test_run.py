@@ -1,18 +1,16 @@
 """``accprobe run`` on commands that are no server: what it sets, says and returns."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from cli.conftest import Typed, environ
 from support.interrupts import in_the_foreground
 
-from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
 
-ROOT = Path(__file__).resolve().parents[2]
 ACCPROBE = Path(sys.executable).parent / "accprobe"
 SCRIPT = """
 import sys, time, torch
@@ -54,21 +52,9 @@ writer.close("closed", {})
 """Writes a dump as capture does, and starts in a fraction of the time that torch takes."""
 
 
-def accprobe(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [ACCPROBE, "run", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environ(env), text=True, capture_output=True, stdin=subprocess.DEVNULL)
-
-
-def environ(more: dict[str, str]) -> dict[str, str]:
-    """A budget that any disk has free: less than the default of 20 GB is one more line."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ATB_", "ASCEND"))}
-    return kept | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "VLLM_ACCPROBE_MAX_GB": "0.5"} | more
-
-
-def test_a_script_with_a_probe(tmp_path: Path) -> None:
-    done = accprobe(
-        "-d", "out", "--modules", "norm", "--parts", "output", "--", sys.executable, "-c", SCRIPT, "0", cwd=tmp_path
-    )
+def test_a_script_with_a_probe(tmp_path: Path, typed: Typed) -> None:
+    words = ("run", "-d", "out", "--modules", "norm", "--parts", "output", "--", sys.executable, "-c", SCRIPT, "0")
+    done = typed(*words)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "captured\n"  # stdout is the command's
     said = done.stderr.splitlines()
@@ -77,20 +63,20 @@ def test_a_script_with_a_probe(tmp_path: Path) -> None:
     assert said[0].endswith("; closed")
     assert said[1] == f"accprobe: dump: {tmp_path / 'out'}"
     assert {r.name for r in open_dump(tmp_path / "out").records if r.step is not None} == {"norm/output.0"}
-    again = accprobe("-d", "out", "--", "true", cwd=tmp_path)
+    again = typed("run", "-d", "out", "--", "true")
     assert again.returncode == 2
     assert again.stderr == (
         f"accprobe: --dir={tmp_path / 'out'} already holds a dump; name another directory, or remove it\n"
     )
 
 
-def test_a_script_that_names_its_own_directory(tmp_path: Path) -> None:
+def test_a_script_that_names_its_own_directory(tmp_path: Path, typed: Typed) -> None:
     elsewhere = (
         "import os\nfrom vllm_accprobe.capture.core.recording import announce\n"
         "os.environ['VLLM_ACCPROBE_DIR'] = os.path.abspath('own')\n"
         "announce(os.path.abspath('own'))\n"
     )
-    done = accprobe("--", sys.executable, "-c", elsewhere + QUICK, "0", "2", cwd=tmp_path)
+    done = typed("run", "--", sys.executable, "-c", elsewhere + QUICK, "0", "2")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == f"accprobe: dump: {tmp_path / 'own'}"
     assert "accprobe: 2 steps, 2 tensors, 1 rank, " in done.stderr
@@ -114,22 +100,29 @@ def test_ctrl_c_is_the_commands_and_the_dump_is_closed(tmp_path: Path) -> None:
     assert open_dump(tmp_path / "out").problems == []
 
 
-def test_nothing_captured_is_an_error_only_where_the_command_had_none(tmp_path: Path) -> None:
+def test_nothing_captured_is_an_error_only_where_the_command_had_none(typed: Typed) -> None:
     failed = "the command failed before a probe could begin (exit code 7)"
-    for command, code, why in (("true", 3, "no process of it loaded"), ("exit 7", 7, failed)):
-        done = accprobe("-d", "out", "--", command, cwd=tmp_path)
+    killed = "exit code 137, SIGKILL: killed, most often for lack of memory"
+    for command, code, why in (
+        ("true", 3, "no process of it loaded"),
+        ("exit 7", 7, failed),
+        ("kill -9 $$", 137, killed),
+    ):
+        done = typed("run", "-d", "out", "--", command)
         assert done.returncode == code
-        assert f"NOTHING was captured: {why}" in done.stderr
-    silent = accprobe("-d", "out", "--steps", "5", "--", sys.executable, "-c", QUICK, "0", "0", cwd=tmp_path)
+        (said,) = [line for line in done.stderr.splitlines() if "NOTHING was captured" in line]
+        assert why in said
+        assert ("loaded vLLM's plugin" in said) == (code == 3)
+    silent = typed("run", "-d", "out", "--steps", "5", "--", sys.executable, "-c", QUICK, "0", "0")
     assert silent.returncode == 3
     assert "NOTHING was captured: no step was computed, or none was selected" in silent.stderr
 
 
-def test_what_the_command_gets(tmp_path: Path) -> None:
+def test_what_the_command_gets(tmp_path: Path, typed: Typed) -> None:
     show = "env | grep -E 'VLLM_(ACCPROBE|PLUGINS)' | sort"
     options = ["--tokens", "0-4", "--task", "stats", "--max-gb", "3", "--ops", "--eager", "--requests", "a,b"]
     options += ["--set", "ops_mode=trace", "--set", "SEED=3"]
-    done = accprobe("-d", "out", *options, "--", show, cwd=tmp_path, VLLM_ACCPROBE_STEPS="0-1", VLLM_PLUGINS="other")
+    done = typed("run", "-d", "out", *options, "--", show, VLLM_ACCPROBE_STEPS="0-1", VLLM_PLUGINS="other")
     assert done.stdout.splitlines() == [
         "VLLM_ACCPROBE=1",
         f"VLLM_ACCPROBE_DIR={tmp_path / 'out'}",
@@ -147,48 +140,19 @@ def test_what_the_command_gets(tmp_path: Path) -> None:
     assert "VLLM_PLUGINS did not contain accprobe" in done.stderr
 
 
-def test_options_after_the_commands_first_word_are_its_own(tmp_path: Path) -> None:
+def test_options_after_the_commands_first_word_are_its_own(typed: Typed) -> None:
     """Also without ``--``, and also those that we have, too."""
     code = "import sys; print(sys.argv[1:])"
     for words in (["run", "-d", "out"], ["run", "-d", "out", "--"], ["errcheck", "-d", "out"]):
-        argv = [ACCPROBE, *words, sys.executable, "-c", code, "--quiet", "--", "-x"]
-        done = subprocess.run(argv, cwd=tmp_path, env=environ({}), text=True, capture_output=True, check=False)
+        done = typed(*words, sys.executable, "-c", code, "--quiet", "--", "-x")
         assert done.stdout.startswith("['--quiet', '--', '-x']\n"), done.stderr
         assert done.returncode == 3, done.stderr
 
 
-def test_mistakes_are_one_line_and_start_nothing(tmp_path, monkeypatch, capfd):
-    for name in os.environ.keys() - environ({}).keys():
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    marker = tmp_path / "started"
-    cases = [
-        (["--tokens", "x", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKENS=x: 'x' is not a number"),
-        (["--atb", "--atb-ids", "x", "--", f"touch {marker}"], "--atb-ids=x: write operations as 2,3_1"),
-        (["--config", "no.toml", "--", f"touch {marker}"], f"_CONFIG={tmp_path / 'no.toml'}: No such file"),
-        (["--set", "tokns=3", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKNS is not a setting of accprobe; did"),
-        (["--set", "tokens", "--", f"touch {marker}"], "--set tokens: write NAME=VALUE"),
-        (["--", "nosuchprogram"], "nosuchprogram: no such command"),
-        ([], "no command is named"),
-        (["--exec", "true", "--", "true"], "the command is named twice"),
-        (["--atb-type", "onnx", "--", f"touch {marker}"], "onnx draws what model or layer writes"),
-        (["--exec", f"touch {marker}", "-child", "maybe"], "--save-operation-child maybe: write True or False"),
-        (["-seed", "3", "--", f"touch {marker}"], "-seed: the probe changes no seed"),
-    ]
-    for words, line in cases:
-        assert main(["run", *words]) == 2
-        said = capfd.readouterr()
-        assert line in said.err
-        assert said.err.count("\n") == 1
-        assert said.out == ""
-    assert not marker.exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_atb_writes_into_the_dump(tmp_path: Path) -> None:
+def test_atb_writes_into_the_dump(tmp_path: Path, typed: Typed) -> None:
     """The command stands in for ATB: it writes where the variable says."""
     command = 'mkdir -p "$ATB_OUTPUT_DIR/tensors/0_1/0" && printf x > "$ATB_OUTPUT_DIR/tensors/0_1/0/a.bin"'
-    done = accprobe("-d", "out", "--atb", "--", command, cwd=tmp_path)
+    done = typed("run", "-d", "out", "--atb", "--", command)
     assert done.returncode == 0, done.stderr
     assert "no CANN is installed here" in done.stderr
     assert f"ATB wrote 1 files, 1 B, in {tmp_path / 'out' / 'atb'}" in done.stderr

@@ -50,14 +50,14 @@ def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("fault", ["", "batch", "decode"])
+@pytest.mark.parametrize("fault", ["", "decode"])
 def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) -> None:
     """Free answers, up to the first other token, and scores."""
     with FakePaths(fault, forced=False).serve() as (url, _):
         code = main(["self-check", "--prompts", str(prompts), "--out", "out", url])
     said = capsys.readouterr().out
     assert code == bool(fault), said
-    assert json.loads(Path("out/self.json").read_text())["odd"] == {"decode": ["scoring"], "": []}.get(fault, [fault])
+    assert json.loads(Path("out/self.json").read_text())["odd"] == {"decode": ["scoring"], "": []}[fault]
     assert "answers are compared up to the first other token" in said
 
 
@@ -72,27 +72,3 @@ def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> No
     said = json.loads(capsys.readouterr().out.split("}\n{")[0] + "}")
     assert any("does not tell its prefix hits" in note for note in said["notes"])
     assert replies.read_about(Path("out/hit"))["complete"]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["gate", "--self", "http://127.0.0.1:9"], "--out"),
-        (["gate", "--self", "http://127.0.0.1:9", "--out", "o"], "does not answer"),
-        (["self-check", "--out", "o", "http://127.0.0.1:9"], "does not answer"),
-        (["self-check", "--out", "o", "--", "true"], "no `vllm serve`"),
-        (["self-check", "--out", "o", "'"], "CMD"),
-        (["gate", "a", "b", "--self", "http://127.0.0.1:9", "--out", "o"], "leave GOLDEN, MINE"),
-        (["self-check", "--out", "full", "http://127.0.0.1:9"], "other files"),
-        (["gate", "a"], "self-check"),
-        (["self-check"], "Missing argument"),
-    ],
-)
-def test_what_is_wrong_is_one_line(words: list[str], says: str, prompts: Path, capsys: Any) -> None:
-    Path("full").mkdir()
-    Path("full/thesis.tex").write_text("x")
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert len([line for line in err.splitlines() if not line.startswith("note: `accprobe gate --self`")]) == 1
-    assert "internal error" not in err

@@ -24,6 +24,9 @@ GOOD = {
 }  # fmt: skip
 
 
+UNUSED = {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": True, "missing": ["prepare_inputs"]}}}
+
+
 def levels(**changes):
     """{check: worst level} for GOOD with other answers."""
     worst = {}
@@ -43,18 +46,16 @@ def test_good_answers_are_ok():
     ({"capture": {"error": "ImportError: no xxhash"}}, "capture", ERROR),
     ({"platform": {"error": "RuntimeError: two plugins"}}, "platform", ERROR),
     ({"runners": {"value": {"V1": {"there": True, "missing": ["execute_model"]}}}}, "model runner", ERROR),
+    ({"platform": {"value": {"class": "vllm.platforms.interface.UnspecifiedPlatform", "device_type": "", "device": "",
+                             "own": True}}}, "platform", ERROR),
     ({"runners": {"value": {"V1": {"there": False}, "V2": {"there": False}}}}, "model runner", WARNING),
+    ({"runners": UNUSED}, "model runner", WARNING),  # one that is not used may lack what it likes
+    ({"runners": UNUSED, "default_runner": {"value": "V2 or V1, by model"}}, "model runner", ERROR),
     ({"runners": {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": True, "error": "x"}}}},
      "model runner", OK),
 ])  # fmt: skip
 def test_what_each_answer_means(changes, check, level):
     assert levels(**changes)[check] == level
-
-
-def test_a_runner_that_is_not_used_may_lack_what_it_likes():
-    runners = {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": True, "missing": ["prepare_inputs"]}}}
-    assert levels(runners=runners)["model runner"] == WARNING
-    assert levels(runners=runners, default_runner={"value": "V2 or V1, by model"})["model runner"] == ERROR
 
 
 LATER = """
@@ -119,11 +120,6 @@ def test_what_the_newer_runner_lacks_is_found_in_its_own_classes(tmp_path, monke
     expected = {"there": False} if missing is None else {"there": True, **said}
     assert inside._runner(places, release) == expected
     sys.modules.pop("v2_runner_of_a_release", None)
-
-
-def test_no_platform_is_an_error():
-    platform = {"class": "vllm.platforms.interface.UnspecifiedPlatform", "device_type": "", "device": "", "own": True}
-    assert levels(platform={"value": platform})["platform"] == ERROR
 
 
 @pytest.mark.parametrize(("code", "said"), [

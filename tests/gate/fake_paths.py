@@ -17,16 +17,11 @@ STEP = 2.0**-5
 
 
 class FakePaths:
-    """fault: the path whose numbers are off by ``size`` nats: hit, batch, scoring, again, decode, or "". rounding:
-    steps by which batches and scoring may differ from alone. details: whether prefix hits are told; forced: whether it
-    answers with named tokens, as with our plugin; scores: whether it tells log-probabilities of prompts."""
+    """fault: the path whose numbers are off by a nat: hit, batch, scoring, again, decode, or "". details: whether
+    prefix hits are told; forced: whether it answers with named tokens, as with our plugin."""
 
-    def __init__(
-        self, fault: str = "", size: float = 1.0, rounding: int = 1, details: bool = True, forced: bool = True,
-        scores: bool = True,
-    ):  # fmt: skip
-        self.fault, self.size, self.rounding, self.details = fault, size, rounding, details
-        self.forced, self.scores = forced, scores
+    def __init__(self, fault: str = "", details: bool = True, forced: bool = True):
+        self.fault, self.details, self.forced = fault, details, forced
         self.cache: dict[str, list[int]] = {}
         self.salts: list[tuple[str, str, int]] = []
         self.busy = self.asked = 0
@@ -58,7 +53,7 @@ class FakePaths:
         had = self.cache.get(salt, [])
         same = next((i for i, (a, b) in enumerate(zip(had, ids, strict=False)) if a != b), min(len(had), len(ids)))
         hit = min(same, len(ids) - 1) // BLOCK * BLOCK
-        scored = body.get("prompt_logprobs") is not None and self.scores
+        scored = body.get("prompt_logprobs") is not None
         named = (body.get("vllm_xargs") or {}).get("accprobe_along") if self.forced else None
         along = [int(t) for t in named.split()] if named else None
         cached = 0 if scored else hit
@@ -97,9 +92,9 @@ class FakePaths:
         logits = [round(12 - 3 * i - draw.random(), 2) // STEP * STEP for i in range(5)]
         noise = random.Random(f"{how} {hash(tuple(context))}")
         if how != "False False False":
-            logits = [v + STEP * noise.randint(-self.rounding, self.rounding) for v in logits]
+            logits = [v + STEP * noise.randint(-1, 1) for v in logits]
         if wrong:
-            logits = [v + draw.choice((-1, 1)) * self.size for v in logits]  # a fault is the same in every way
+            logits = [v + draw.choice((-1, 1)) for v in logits]  # a fault is the same in every way
         best = sorted(zip(ids, logits, strict=True), key=lambda p: -p[1])
         found = [(i, v - 13.0) for i, v in best]
         return found if token is None or token in ids else [*found, (token, -17.0)]

@@ -1,8 +1,8 @@
 """A `vllm serve` that starts at once: numbers that depend on dtype and fault, tokens that can be forced.
 
 Put into a folder on PATH as `vllm` (`installed`). Options: --dtype (float8 is refused), --fault SIZE, --dies-after N
-(answers, then the process ends without a word), --other-ids (it makes other token ids of a text), --template NAME (old:
-a chat's messages are rendered in another way; none: they are refused; gone: there is no /tokenize).
+(answers, then the process ends without a word), --template NAME (old: a chat's messages are rendered in another way;
+none: they are refused; gone: there is no /tokenize).
 """
 
 import json
@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import odd_server
 
 HERE = Path(__file__).resolve().parent
 ROUNDING = {"bfloat16": 0.02, "float16": 0.0025, "float32": 1e-6}
@@ -33,9 +35,16 @@ def installed(folder: Path) -> str:
 
 def main() -> None:
     """`vllm serve MODEL --port=N ...`"""
-    import odd_server
-
     words = sys.argv[1:]
+    with odd_server.odd(answers(words), forced=True, port=int(option(words, "--port", "0"))):
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        while not stop.is_set():
+            time.sleep(0.02)
+
+
+def answers(words: list[str]) -> odd_server.Answer:
+    """What the command answers. Ends this process where it should."""
     dtype, fault = option(words, "--dtype", "bfloat16"), float(option(words, "--fault", "0"))
     dies, template = int(option(words, "--dies-after", "0")), option(words, "--template", "")
     if dtype not in ROUNDING:
@@ -50,7 +59,7 @@ def main() -> None:
         if path == "/tokenize" and "messages" in body:
             return (404, b"") if template == "gone" else (200, json.dumps(rendered(body, template)).encode())
         if path == "/tokenize":
-            return 200, json.dumps({"tokens": ids_of(body["prompt"], "--other-ids" in words)}).encode()
+            return 200, json.dumps({"tokens": ids_of(body["prompt"])}).encode()
         if path == "/v1/chat/completions":
             body["prompt"] = rendered(body, template)["tokens"]
             return 200, json.dumps(as_chat(completion(body, dtype, fault))).encode()
@@ -61,20 +70,16 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return 200, json.dumps(completion(body, dtype, fault)).encode()
 
-    with odd_server.odd(answer, forced=True, port=int(option(words, "--port", "0"))):
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        while not stop.is_set():
-            time.sleep(0.02)
+    return answer
 
 
 def option(words: list[str], name: str, default: str) -> str:
     return next((w.split("=", 1)[1] for w in reversed(words) if w.startswith(name + "=")), default)
 
 
-def ids_of(prompt: str | list[int], other: bool = False) -> list[int]:
+def ids_of(prompt: str | list[int]) -> list[int]:
     """Of a text one for each letter, all the same."""
-    return list(prompt) if isinstance(prompt, list) else [8 if other else 7] * len(prompt)
+    return list(prompt) if isinstance(prompt, list) else [7] * len(prompt)
 
 
 def rendered(body: dict[str, Any], template: str) -> dict[str, Any]:

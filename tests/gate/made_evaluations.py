@@ -56,11 +56,9 @@ def right(n: int, wrong: Sequence[int], **how: Any) -> list[dict[str, Any]]:
     return [sample(i, {"exact_match": 0.0 if i in set(wrong) else 1.0}, **how) for i in range(n)]
 
 
-def write_opencompass(
-    root: Path, task: str, correct: Sequence[Any], *, model: str = "tiny", form: str = "list", parts: int = 0
-) -> Path:
-    """results/MODEL/TASK.json and predictions/MODEL/TASK.json below ``root``. form: the shape of details: list (current
-    releases), dict (format_details), bare (an evaluator's own, no questions). parts: predictions in so many files."""
+def write_opencompass(root: Path, task: str, correct: Sequence[Any], *, questions: bool = True) -> Path:
+    """results/tiny/TASK.json and predictions/tiny/TASK.json below ``root``. questions: False for the details of an
+    evaluator's own, which has none."""
     asked = {
         str(i): {
             "origin_prompt": [{"role": "HUMAN", "prompt": f"how much is {i} and {i}?"}],
@@ -69,33 +67,13 @@ def write_opencompass(
         }
         for i in range(len(correct))
     }
-    details: Any
-    if form == "list":
+    details: Any = {str(i): {"pred": 7, "answer": str(2 * i), "is_correct": c} for i, c in enumerate(correct)}
+    if questions:
         details = [
             {"example_abbr": f"{task}_{i}", "pred": ["x"], "answer": [str(2 * i)], "correct": [c]}
             for i, c in enumerate(correct)
         ]
-    elif form == "dict":
-        details = {"type": "GEN"} | {
-            str(i): {
-                "prompt": asked[str(i)]["origin_prompt"],
-                "predictions": "x",
-                "references": str(2 * i),
-                "correct": c,
-            }
-            for i, c in enumerate(correct)
-        }
-    else:
-        details = {str(i): {"pred": 7, "answer": str(2 * i), "is_correct": c} for i, c in enumerate(correct)}
-    results = root / "results" / model / f"{task}.json"
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps({"accuracy": 50.0, "details": details}, indent=4), encoding="utf-8")
-    predictions = root / "predictions" / model
-    predictions.mkdir(parents=True, exist_ok=True)
-    if not parts:
-        (predictions / f"{task}.json").write_text(json.dumps(asked), encoding="utf-8")
-    size = -(-len(asked) // max(parts, 1))
-    for part in range(parts):
-        some = {str(k): asked[str(part * size + k)] for k in range(size) if str(part * size + k) in asked}
-        (predictions / f"{task}_{part}.json").write_text(json.dumps(some), encoding="utf-8")
-    return results
+    for folder, value in (("results", {"accuracy": 50.0, "details": details}), ("predictions", asked)):
+        (root / folder / "tiny").mkdir(parents=True, exist_ok=True)
+        (root / folder / "tiny" / f"{task}.json").write_text(json.dumps(value, indent=4), encoding="utf-8")
+    return root / "results/tiny" / f"{task}.json"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from made_evaluations import choice, right, sample, write_opencompass, write_samples
+from made_evaluations import choice, right, sample, write_samples
 
 from vllm_accprobe.gate import evaluations
 from vllm_accprobe.gate.evaluations import Evaluation
@@ -18,18 +18,6 @@ def both(tmp_path: Path, golden: list, mine: list, name: str = "s.jsonl") -> tup
 
 def run(tmp_path: Path, golden: list, mine: list) -> Evaluation:
     return evaluations.evaluate(evaluations.match(*both(tmp_path, golden, mine)))
-
-
-def test_26_of_50_against_24(tmp_path: Path) -> None:
-    e = run(tmp_path, right(50, range(26, 50)), right(50, [0, 1, 2, 3, *range(28, 50)]))
-    (c,) = e.contrasts
-    assert (c.n, c.golden * 50, c.mine * 50, c.lost, c.won) == (50, 26, 24, 4, 2)
-    assert (e.verdict, c.needed, c.beyond) == ("pass", 587, False)
-    assert c.p == pytest.approx(0.6875)
-    assert [(f.golden.name, f.lost, f.won) for f in e.flips] == [
-        *((str(i), ("exact_match (none)",), ()) for i in range(4)),
-        *((str(i), (), ("exact_match (none)",)) for i in (26, 27)),
-    ]
 
 
 def test_the_order_of_the_lines_says_nothing(tmp_path: Path) -> None:
@@ -109,12 +97,3 @@ def test_the_flipped_as_prompts(tmp_path: Path) -> None:
     assert [line["id"] for line in lines] == ["__t-0-0", "__t-0-1", "__t-1-0", "__t-1-1", "__t-2-0", "__t-2-1", "__t-4"]
     assert lines[0]["prompt"] == "0 is odd"
     assert lines[-1]["max_tokens"] == 64
-
-
-def test_opencompass_side_by_side(tmp_path: Path) -> None:
-    write_opencompass(tmp_path / "golden", "gsm8k", [True] * 20)
-    write_opencompass(tmp_path / "mine", "gsm8k", [False] * 9 + [True] * 11)
-    left, right_ = (evaluations.open_side(tmp_path / side) for side in ("golden", "mine"))
-    e = evaluations.evaluate(evaluations.match(left, right_))
-    assert (e.verdict, e.contrasts[0].lost, e.contrasts[0].metric) == ("fail", 9, "correct")
-    assert len(evaluations.prompts(e.flips)[0]) == 9

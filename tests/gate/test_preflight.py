@@ -28,19 +28,18 @@ SERVE = (
 )
 
 
-def a_vllm(site: Path, plugin: bool = True, version: str = "0.32.0+cpu") -> Path:
+def a_vllm(site: Path, version: str = "0.32.0+cpu") -> Path:
     """A folder on the path of a Python, with a vLLM of few files, as `pip` leaves it."""
     files = {"vllm/__init__.py": "", "vllm/engine/__init__.py": "", "vllm/engine/arg_utils.py": ARGS,
              "vllm/entrypoints/__init__.py": "", "vllm/entrypoints/cli/__init__.py": "",
              "vllm/entrypoints/cli/serve.py": SERVE, "vllm/utils/__init__.py": "",
              "vllm/utils/argparse_utils.py": PARSER,
              f"vllm-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
-             f"vllm-{version}.dist-info/top_level.txt": "vllm\n"}  # fmt: skip
-    if plugin:
-        files["probe-1.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: probe\nVersion: 1\n"
-        files["probe-1.dist-info/entry_points.txt"] = "".join(
-            f"[vllm.{kind}_plugins]\naccprobe = probe:register\n" for kind in ("general", "platform")
-        )
+             f"vllm-{version}.dist-info/top_level.txt": "vllm\n",
+             "probe-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: probe\nVersion: 1\n"}  # fmt: skip
+    files["probe-1.dist-info/entry_points.txt"] = "".join(
+        f"[vllm.{kind}_plugins]\naccprobe = probe:register\n" for kind in ("general", "platform")
+    )
     for name, text in files.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)

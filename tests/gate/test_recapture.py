@@ -1,19 +1,16 @@
 """A side once more, with a server by hand: when what is armed, what is kept, and what is gone on with."""
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from dumps import put, writer
-from forcible_server import forcible
+from forcible_server import Machine
 from made_folders import folder
-from odd_server import odd, running
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.gate import localize
@@ -42,45 +39,18 @@ PLAN_OF_TWO = LocalizePlan(
 KEY = {"golden": "a", "mine": "b", "gigabytes": 1}
 
 
-class Machine:
-    """Starts servers by hand: each writes a dump, in which the row of four tokens takes 4000 bytes."""
-
-    def __init__(self) -> None:
-        self.environs: list[Mapping[str, str]] = []
-        self.asked: list[tuple[str, dict[str, Any] | None]] = []
-        self.salts: list[str | None] = []
-        self.breaks = self.empty = False
-
-    @contextlib.contextmanager
-    def served(self, name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
-        self.environs.append(environ)
-        dump = Path(environ["VLLM_ACCPROBE_DIR"])
-        if not self.empty:
-            rank = writer(dump)
-            put(rank, "head", np.zeros(4000, np.uint8), "uint8")
-            put(rank, "norm", np.ones(500, np.uint8), "uint8", event="param", step=None)
-            rank.close("test", {})
-        else:
-            writer(dump).close("test", {})
-        answers = forcible(client.WAYS)
-
-        def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-            if self.breaks and len(seen) > 6:
-                return 0, b""
-            if seen and path.startswith("/v1/completions"):
-                control = dump / arm_file.NAME
-                said = arm_file.read(control).to_json() if control.exists() else None
-                self.asked.append((seen[-1][1], said))
-                self.salts.append(body.get("cache_salt"))
-            return answers(path, body)
-
-        with odd(answer, forced=True) as (url, seen):
-            yield running(url, out / f"engine-{len(self.environs) - 1}.log")
+def wrote(dump: Path, empty: bool = False) -> None:
+    """A dump in which the row of four tokens takes 4000 bytes."""
+    rank = writer(dump)
+    if not empty:
+        put(rank, "head", np.zeros(4000, np.uint8), "uint8")
+        put(rank, "norm", np.ones(500, np.uint8), "uint8", event="param", step=None)
+    rank.close("test", {})
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine()
+    found = Machine(wrote)
     monkeypatch.setattr(localize, "served", found.served)
     return found
 
@@ -121,7 +91,7 @@ def test_each_pass_is_armed_while_the_server_is_idle(machine: Machine, golden: S
         answered = dig.replies(side).passes
         assert [sorted(p) for p in answered] == [["p0", "p1", "p2"]] * 2
         assert answered[1]["p1"].token_ids == golden.passes[0]["p1"].token_ids  # forced
-    environ = machine.environs[0]
+    _, environ = machine.starts[0]
     assert environ["VLLM_ACCPROBE_DIR"] == str(tmp_path / "dig" / "golden")
     assert environ["VLLM_ACCPROBE_ARMED"] == "0"
     assert environ["VLLM_ACCPROBE_MODULES"] == "layers"
@@ -141,14 +111,14 @@ def test_a_server_that_has_answered_the_gate_is_asked_again(machine: Machine, go
     for side in ("golden", "mine", "floor 0"):
         with kept.serve(side, "vllm serve M", environ, tmp_path, 10, USUAL):
             steps.write_text("of the gate\n")
-    assert [e.get("VLLM_ACCPROBE_ARMED") for e in machine.environs] == ["0", "0", None]
+    assert [e.get("VLLM_ACCPROBE_ARMED") for _, e in machine.starts] == ["0", "0", None]
     dig = Localization(root, KEY, PLAN_OF_TWO)
     machine.asked.clear()
     machine.salts.clear()
     dig.capture("golden", "vllm serve M", golden, replace(how(), kept=kept))
     with kept.taken("mine"):
         steps.write_text("of the gate\nand of the capture\n")
-    assert (len(machine.environs), dig.done, steps.read_text()) == (3, ["golden"], "of the gate\n")
+    assert (len(machine.starts), dig.done, steps.read_text()) == (3, ["golden"], "of the gate\n")
     named = [name for name, _ in machine.asked if name not in (MEASURED, client.PROBE.name)]
     assert named == ["p0", "p1", "p2", "p0.pass1", "p1.pass1", "p2.pass1"]
     assert {salt for salt, (name, _) in zip(machine.salts, machine.asked, strict=True) if name in named} == {
@@ -207,7 +177,7 @@ def test_what_was_begun_is_made_again_and_what_is_done_is_not(machine: Machine, 
 
 def test_nothing_captured_is_an_error(machine, golden, tmp_path, monkeypatch):
     monkeypatch.setattr(localize, "_SEEN_S", 0.5)  # how long a server may take to write its first line
-    machine.empty = True
+    machine.write = partial(wrote, empty=True)
     dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
     with pytest.raises(LocalizeError, match=r"nothing was captured; read .*sent-mine/engine-0\.log"):
         dig.capture("mine", "vllm serve M", golden, how())

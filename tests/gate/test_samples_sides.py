@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_evaluations import choice, right, sample, write_opencompass, write_samples
@@ -45,36 +46,37 @@ def test_older_files_have_no_hashes_no_metrics_and_no_filters(tmp_path: Path) ->
         assert evaluations.requests(a.place) == evaluations.requests(b.place)
 
 
-def test_choices_are_prompts_with_their_continuations(tmp_path: Path) -> None:
-    side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [choice(4, {"acc": 1.0, "acc_norm": 0.0})]))
-    assert side.answers[0].scores == {"acc": 1.0, "acc_norm": 0.0}
-    assert evaluations.requests(side.answers[0].place) == [
-        {"prompt": "4 is odd", "max_tokens": 1}, {"prompt": "4 is even", "max_tokens": 1}
-    ]  # fmt: skip
+HELLO = [{"role": "user", "content": "hello"}]
+HOW = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 5}
 
 
-def test_a_chat_is_messages(tmp_path: Path) -> None:
+def asked(*arguments: Any) -> dict[str, Any]:
+    """A line whose request has these arguments in place of the usual ones."""
     line = sample(1, {"acc": 1.0})
-    messages = [{"role": "user", "content": "hello"}]
-    line["arguments"]["gen_args_0"]["arg_0"] = [json.dumps(messages)]
+    line["arguments"]["gen_args_0"].update({f"arg_{i}": a for i, a in enumerate(arguments) if a is not None})
+    return line
+
+
+@pytest.mark.parametrize(
+    ("line", "requests"),
+    [
+        (choice(4, {"acc": 1.0}), [{"prompt": "4 is odd", "max_tokens": 1}, {"prompt": "4 is even", "max_tokens": 1}]),
+        (asked([json.dumps(HELLO)]), [{"messages": HELLO, "max_tokens": 64, "stop": ["\n\n"], "temperature": 0}]),
+        # numbers alone, by the names that a server knows
+        (asked(None, HOW | {"do_sample": True, "min_p": "x", "top": 3}),
+         [{"prompt": "Question: how much is 1 and 1?\nAnswer:", **HOW}]),
+    ],
+    ids=["choices", "chat", "sampling"],
+)  # fmt: skip
+def test_what_a_question_asks(line: dict[str, Any], requests: list[dict[str, Any]], tmp_path: Path) -> None:
+    """`accprobe send` takes the lines."""
     side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [line]))
-    assert evaluations.requests(side.answers[0].place) == [
-        {"messages": messages, "max_tokens": 64, "stop": ["\n\n"], "temperature": 0}
+    assert evaluations.requests(side.answers[0].place) == requests
+    kept = prompts.read(str(write_samples(tmp_path / "p.jsonl", requests)))
+    assert [(p.text, p.messages and [*p.messages], p.max_tokens) for p in kept] == [
+        (r.get("prompt"), r.get("messages"), r.get("max_tokens")) for r in requests
     ]
-
-
-def test_sampling_goes_along_with_a_prompt(tmp_path: Path) -> None:
-    """Numbers alone, by the names that a server knows; `accprobe send` takes the line."""
-    line = sample(1, {"acc": 1.0})
-    how = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 5, "do_sample": True, "min_p": "x", "top": 3}
-    line["arguments"]["gen_args_0"]["arg_1"] = how
-    (asked,) = evaluations.requests(
-        evaluations.open_side(write_samples(tmp_path / "s.jsonl", [line])).answers[0].place
-    )
-    kept = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 5}
-    assert asked == {"prompt": "Question: how much is 1 and 1?\nAnswer:", **kept}
-    (tmp_path / "p.jsonl").write_text(json.dumps(asked))
-    assert prompts.read(str(tmp_path / "p.jsonl"))[0].parameters == kept
+    assert all(p.parameters == {k: r[k] for k in HOW if k in r} for p, r in zip(kept, requests, strict=True))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -134,7 +136,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def test_opencompass_without_predictions_has_only_numbers(tmp_path: Path) -> None:
-    file = write_opencompass(tmp_path, "t", [True], form="bare")
+    file = write_opencompass(tmp_path, "t", [True], questions=False)
     (tmp_path / "predictions/tiny/t.json").unlink()
     side = evaluations.open_side(file)
     assert side.by_index

@@ -20,20 +20,19 @@ WAYS = list(REQUESTS)
 
 
 def answers(
-    seed: int, *, prompts: int = 12, tokens: int = 24, wrong: dict[str, float] | None = None, only: int = 0,
-    rounding: float = 1.0, exact: tuple[str, ...] = ("alone", "again"),
-) -> dict[str, dict[str, Reply]]:  # fmt: skip
-    """By way. wrong: by way, how far its logits are off; only: of prompts from this number on. rounding: steps."""
+    seed: int, *, wrong: dict[str, float] | None = None, only: int = 0, exact: tuple[str, ...] = ("alone", "again")
+) -> dict[str, dict[str, Reply]]:
+    """By way, of 12 prompts. wrong: by way, how far its logits are off; only: of prompts from this number on."""
     found: dict[str, dict[str, Reply]] = {}
     for n, way in enumerate(WAYS):
         found[way.name] = {}
         draw = np.random.default_rng((seed, n))
-        for i in range(prompts):
+        for i in range(12):
             base = np.random.default_rng((seed, 77, i))
-            logits = np.floor(np.sort(base.uniform(2, 12, (tokens, 8)), axis=1)[:, ::-1] / STEP) * STEP
+            logits = np.floor(np.sort(base.uniform(2, 12, (24, 8)), axis=1)[:, ::-1] / STEP) * STEP
             logits[:, 0] += 6.0  # no flips
             if way.name not in exact:
-                logits = logits + np.round(draw.normal(0, rounding, logits.shape)) * STEP
+                logits = logits + np.round(draw.normal(0, 1.0, logits.shape)) * STEP
             if i >= only:
                 size = (wrong or {}).get(way.name, 0.0)
                 logits = logits + size * np.random.default_rng((seed, 5, i)).choice((-1, 1), logits.shape)

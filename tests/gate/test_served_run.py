@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import gone, runs
 
 from vllm_accprobe import waiting
 from vllm_accprobe.gate.sending.client import NotServed, SendError, ServerLost
@@ -44,21 +45,6 @@ def up(run: ServedRun) -> int:
         assert time.monotonic() < end
         time.sleep(0.02)
     return int(said[-1].split()[1])
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pid: int, seconds: float = 30) -> bool:
-    """Whether it ends in time: a kill is sent at once, and a process on a busy machine dies when its turn comes."""
-    end = time.monotonic() + seconds
-    while runs(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not runs(pid)
 
 
 def test_a_program_that_ends_by_itself(tmp_path: Path) -> None:

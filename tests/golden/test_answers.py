@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,6 @@ def chat(part: Any) -> dict[str, Any]:
     ([HEAD, LINE | {"passes": [REPLY | {"logprobs": []}]}], "other numbers of tokens"),
     ([HEAD, LINE | {"prompt": {"id": "a", "prompt": "x", "images": ["/etc/passwd"]}}], "has the field images"),
     ([HEAD, chat({"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}})], "not in the pack itself"),
-    ([HEAD, chat({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}})], "not in the pack itself"),
     ([HEAD, chat({"type": "video_url", "video_url": {"url": "http://x"}})], "not in the pack itself"),
     ([HEAD, chat({"type": "text", "text": "x"}), "["], "it is not JSON"),
     ([HEAD, chat({"type": "text", "text": "x", "image_url": {"url": "http://x"}})], "not in the pack itself"),
@@ -129,25 +127,8 @@ def test_a_pack_without_answers(tmp_path: Path) -> None:
         unpacked(tmp_path / "none", tmp_path / "out")
 
 
-def pixels(data: bytes) -> tuple[int, int, bytes]:
-    """(width, height, RGB) of a PNG whose rows have filter 0."""
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    at, body, size = 8, b"", (0, 0)
-    while at < len(data):
-        n = struct.unpack(">I", data[at : at + 4])[0]
-        kind, chunk = data[at + 4 : at + 8], data[at + 8 : at + 8 + n]
-        assert zlib.crc32(kind + chunk) == struct.unpack(">I", data[at + 8 + n : at + 12 + n])[0]
-        size = struct.unpack(">II", chunk[:8]) if kind == b"IHDR" else size
-        body += chunk if kind == b"IDAT" else b""
-        at += 12 + n
-    rows = zlib.decompress(body)
-    line = 1 + 3 * size[0]
-    assert len(rows) == line * size[1]
-    assert not any(rows[::line])
-    return (*size, b"".join(rows[y * line + 1 : (y + 1) * line] for y in range(size[1])))
-
-
 def test_the_shipped_prompts(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
     lines = [*prompts.texts(), *prompts.images()]
     path = tmp_path / "prompts.jsonl"
     path.write_text(prompts_file.to_text(lines), encoding="utf-8")
@@ -158,9 +139,9 @@ def test_the_shipped_prompts(tmp_path: Path) -> None:
     assert scripts == {"arabic", "chinese", "hindi", "cyrillic"}
     assert 1500 < max(len(line.text or "") for line in lines) < 4000
     for name, (formula, width, height, _) in prompts.IMAGES.items():
-        found = pixels(prompts.png(formula, width, height))
-        assert found[:2] == (width, height), name
-        assert found[2] == bytes(v for y in range(height) for x in range(width) for v in formula(x, y))
+        found = image.open(io.BytesIO(prompts.png(formula, width, height)))
+        assert (found.format, found.mode, found.size) == ("PNG", "RGB", (width, height)), name
+        assert found.tobytes() == bytes(v for y in range(height) for x in range(width) for v in formula(x, y))
 
 
 @pytest.mark.parametrize("vocabulary", [4, 500, 151_936])

@@ -50,7 +50,7 @@ def nan(values: np.ndarray, positions: np.ndarray, decode: np.ndarray) -> np.nda
 TAP = "model.layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "pass"), (1.1, "fail"), (1.5, "fail")])
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "pass"), (1.1, "fail")])
 def test_a_pack_names_what_the_full_golden_names(
     golden: tuple[Path, Path], tmp_path: Path, factor: float, verdict: str
 ) -> None:
@@ -133,12 +133,9 @@ def test_rows_behind_a_router(tap: str, cls: str, routed: bool) -> None:
     assert is_routed(unit) is routed  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("factor", [1.5, None])
-def test_a_fault_in_sketched_rows_alone(
-    golden: tuple[Path, Path], sketched: tuple[int, ...], tmp_path: Path, factor: float | None
-) -> None:
-    """factor: None for NaN. A row that only a sketch shows is condemned, and said to be estimated."""
-    last, fault = max(sketched), last_row(sketched, np.nan if factor is None else factor)
+def test_nan_in_sketched_rows_alone(golden: tuple[Path, Path], sketched: tuple[int, ...], tmp_path: Path) -> None:
+    """A row that only a sketch shows is condemned, and said to be estimated."""
+    last, fault = max(sketched), last_row(sketched, np.nan)
     mine = dump(tmp_path / "mine", together=False, faults={TAP: fault})
     found = judged(golden[1], mine)
     assert found.verdict == "fail"

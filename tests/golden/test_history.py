@@ -8,7 +8,6 @@ from synthetic_model import scaled
 
 from vllm_accprobe.comparison.pair import NONE_JUDGED, Pair
 from vllm_accprobe.comparison.result import Comparison
-from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.golden.history import (
     DIFFERS,
     EQUAL,
@@ -84,8 +83,3 @@ def test_versions_in_order() -> None:
     order = ["", "0.9.2", "0.10.0.dev5", "0.10.0rc1", "0.10.0rc2", "0.10", "0.10.0.post1", "0.11.0+cpu", "0.11.1"]
     shuffled = [*order[1::2], *order[::2]]
     assert sorted(shuffled, key=_release) == order
-
-
-def test_no_pack(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match="has no pack"):
-        history(tmp_path)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
-from forcible_server import forcible
-from odd_server import odd, running
+from forcible_server import Machine
 from synthetic_model import MemoryDump, capture, write
 
-from vllm_accprobe import arm_file
 from vllm_accprobe.cli import main
 from vllm_accprobe.cli.golden_server import _line
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.localize import MEASURED, RowSizes
-from vllm_accprobe.gate.sending import client
 from vllm_accprobe.gate.sending.client import NotServed, Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
@@ -163,35 +161,9 @@ def test_half_a_capture_is_no_pack(records: bool, stop: str, says: str, tmp_path
 # --- from a command to a file, and back ---
 
 
-class Machine:
-    """Starts servers by hand, which write the same dump each time. armed: what was selected at each request."""
-
-    def __init__(self, dump: MemoryDump) -> None:
-        self.dump = dump
-        self.asked: list[tuple[str, Any]] = []
-        self.starts: list[str] = []
-        self.vocabulary = 1
-
-    @contextlib.contextmanager
-    def served(self, name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
-        self.starts.append(command)
-        assert environ["VLLM_ACCPROBE_ARMED"] == "0"
-        root = write(self.dump, Path(environ["VLLM_ACCPROBE_DIR"]))
-        answers = forcible(client.WAYS, vocabulary=self.vocabulary)
-
-        def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-            if path.startswith("/v1/completions"):
-                control = root / arm_file.NAME
-                self.asked.append((seen[-1][1], arm_file.read(control) if control.exists() else None))
-            return answers(path, body)
-
-        with odd(answer, forced=True) as (url, seen):
-            yield running(url, out / "engine-0.log")
-
-
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine(twice())
+    found = Machine(partial(write, twice()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(golden, "served", found.served)
     lines = [{"id": n, "token_ids": PROMPTS[n]} for n in ("p0", "p1")] + [{"id": "text", "prompt": "four"}]
@@ -205,13 +177,14 @@ def test_make_sends_three_times_and_packs_what_was_verified(machine: Machine, ca
     out = capsys.readouterr().out
     assert out.startswith("reproduced to the bit: ")
     assert "wrote x.golden (" in out
-    assert machine.starts == ["vllm serve M --a=1"]
+    ((command, environ),) = machine.starts
+    assert (command, environ["VLLM_ACCPROBE_ARMED"]) == ("vllm serve M --a=1", "0")
     by_request = dict(machine.asked)
-    on = {name for name, selection in by_request.items() if selection is not None and selection.on}
+    on = {name for name, armed in by_request.items() if armed is not None and armed["on"]}
     assert on == {"p0", "p1", "text", "p0.again", "p1.again", "text.again", MEASURED}
-    assert by_request["p0"].requests == ("p0", "p1", "text")
-    assert by_request["p0.again"].requests == ("p0.again", "p1.again", "text.again")
-    free = next(selection for name, selection in machine.asked if name == "p0")
+    assert by_request["p0"]["requests"] == ["p0", "p1", "text"]
+    assert by_request["p0.again"]["requests"] == ["p0.again", "p1.again", "text.again"]
+    free = next(armed for name, armed in machine.asked if name == "p0")
     assert free is None  # golden's own answers come before anything is captured
     assert main(["golden", "verify", "x.golden"]) == 0
     assert main(["golden", "make", "M", "--out", "y.golden", "--prompts", "prompts.jsonl", "--keep", "work"]) == 2
@@ -252,9 +225,9 @@ def test_check_compares_ids_first_then_answers_then_rows(machine: Machine, capsy
     assert out.startswith("answers: ")
     assert "PASS: " in out
     assert (Path("mine") / "report" / "compare.json").is_file()
-    captured = [name for name, selection in machine.asked if selection is not None and selection.on]
+    captured = [name for name, armed in machine.asked if armed is not None and armed["on"]]
     assert captured == ["p0", "p1", "text"]
-    scored = [name for name, selection in machine.asked if name.endswith(".pass1")]
+    scored = [name for name, _ in machine.asked if name.endswith(".pass1")]
     assert scored == ["p0.pass1", "p1.pass1", "text.pass1"]
     assert main(["golden", "check", "x.golden", "--", "vllm", "serve", "M"]) == 0
     assert "with --keep DIR they stay" in "".join(capsys.readouterr())

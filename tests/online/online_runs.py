@@ -1,6 +1,7 @@
 """What the tests of the online check have in common: dumps of many calls, both commands as processes, a line that can
 be cut."""
 
+import io
 import math
 import os
 import socket
@@ -9,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 from opcheck.layer_dumps import build
 from support.interrupts import in_the_foreground
+
+from vllm_accprobe.cli import main
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "vllm_accprobe.cli", "online"]
@@ -81,6 +84,14 @@ def serve(out: Path, port: int, *more: str) -> Run:
     run = Run("serve", "--port", str(port), "--out", str(out), *more)
     run.until("waiting for calls")
     return run
+
+
+def sent(*words: str) -> tuple[int, list[str]]:
+    """``online send`` to its end, in this process: its exit code, and what it said."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = main(["online", "send", *words])
+    return code, said.getvalue().splitlines()
 
 
 class Cut:

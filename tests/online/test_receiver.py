@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from online.online_certificates import Authority
 from online.online_peers import hostile
-from online.online_runs import Run, ended, free_port, serve
+from online.online_runs import ended, free_port, sent, serve
 from opcheck.layer_dumps import build
 
 from vllm_accprobe.online import arrivals
@@ -44,12 +44,11 @@ def test_certificates_decide_on_both_sides(tmp_path: Path, small: Path) -> None:
     with ended(receive):
         for name, folder in clients.items():
             more = ["--tls", str(folder)] if folder else []
-            send = Run("send", str(small), "--port", str(port), "--patience", "5", *more)
-            assert send.code() == 2, name
-            assert heard[name] in send.said, name
-            assert len(send.lines) == 1, name
-        good = Run("send", str(small), "--port", str(port), "--tls", str(ours.folder(tmp_path / "client", "client")))
-        assert good.code() == 0, good.said
+            code, lines = sent(str(small), "--port", str(port), "--patience", "5", *more)
+            assert (code, len(lines)) == (2, 1), (name, lines)
+            assert heard[name] in lines[0], name
+        code, lines = sent(str(small), "--port", str(port), "--tls", str(ours.folder(tmp_path / "client", "client")))
+        assert code == 0, lines
         assert receive.code() == 0, receive.said
     refused = [line for line in receive.lines if line.startswith("refused 127.0.0.1: ")]
     assert any("certificate has expired" in line for line in refused)
@@ -62,16 +61,15 @@ def test_a_certificate_for_another_host_and_no_certificate(tmp_path: Path, small
     client = ours.folder(tmp_path / "client", "client")
     receive = serve(tmp_path / "out", port, "--tls", str(server))
     with ended(receive):
-        send = Run("send", str(small), "--port", str(port), "--tls", str(client))
-        assert send.code() == 2
-        assert "certificate refused: IP address mismatch, certificate is not valid for '127.0.0.1'" in send.said
-        assert len(send.lines) == 1
+        code, (line,) = sent(str(small), "--port", str(port), "--tls", str(client))
+        assert code == 2
+        assert "certificate refused: IP address mismatch, certificate is not valid for '127.0.0.1'" in line
         bare = ssl.create_default_context(cafile=str(client / "ca.crt"))
         bare.check_hostname = False
-        with socket.create_connection(("127.0.0.1", port), 5) as plain, bare.wrap_socket(plain) as line:
-            line.settimeout(5)
+        with socket.create_connection(("127.0.0.1", port), 5) as plain, bare.wrap_socket(plain) as wire:
+            wire.settimeout(5)
             with pytest.raises(ssl.SSLError):  # TLS 1.3 tells a client when it reads
-                line.recv(1)
+                wire.recv(1)
         receive.until("refused 127.0.0.1: it showed no certificate")
 
 
@@ -89,12 +87,12 @@ def test_a_hostile_peer_takes_no_memory_and_nobodys_turn(tmp_path: Path, small: 
     with ended(receive):
         for peer in peers:
             peer.start()
-        time.sleep(1)
+        time.sleep(0.5)
         before = receive.rss_kb()
-        time.sleep(2)
+        time.sleep(1)
         after = receive.rss_kb()
-        send = Run("send", str(small), "--port", str(port), *more[1])
-        assert send.code(60) == 0, send.said
+        code, lines = sent(str(small), "--port", str(port), *more[1])
+        assert code == 0, lines
         stop.set()
         assert receive.code() == 0, receive.said
     assert after - before < 30_000

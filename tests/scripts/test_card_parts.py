@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import card_page
 import card_parts
 import pytest
 from card_parts import FAULTY, Asked, Part
+from support.processes import gone
 
 ROOT = Path(__file__).parents[2]
 WAYS = {
@@ -89,16 +89,7 @@ def test_a_part_that_hangs_is_stopped_with_all_that_it_started(runner: card.Card
     runner.limit = 3.0
     runner.do(script("hangs", code), "1")
     assert runner.results["hangs"]["why"] == "stopped: it took longer than 3 s"
-    for _ in range(50):  # a killed child of a killed parent is reaped by whoever adopts it
-        try:
-            os.kill(int(pid.read_text()), 0)
-        except ProcessLookupError:
-            break
-        if Path(f"/proc/{pid.read_text()}/stat").read_text().split()[2] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the child of a stopped part is still running")
+    assert gone(int(pid.read_text()))
 
 
 def test_what_is_done_is_not_done_again(runner: card.Card, tmp_path: Path) -> None:

@@ -7,17 +7,12 @@ middle; FAKE_STARTS: a file that gets a line for each start.
 
 import json
 import os
-import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odd_server import Answer, odd, running
-
-from vllm_accprobe.gate.sending.client import NotServed
+from odd_server import Answer, Ended, odd
 
 
 def install(folder: Path) -> Path:
@@ -42,10 +37,6 @@ def holds(name: str, words: list[str]) -> bool:
         return part[1:] not in joined if part.startswith("!") else part in joined
 
     return any(all(there(p) for p in one) for one in json.loads(os.environ.get(name, "[]")))
-
-
-class Ended(Exception):
-    """The command ends with this code."""
 
 
 def answers(words: list[str]) -> Answer:
@@ -78,26 +69,6 @@ def main(argv: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # and for the threads that follow
     with odd(said, forced=True, port=port):
         signal.sigwait({signal.SIGTERM})  # a handler that sets an Event can stop within the wait, which has its lock
-
-
-@contextmanager
-def served(name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
-    """In place of gate/served_run.py's, in this process: no time is spent on processes."""
-    log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
-    log.write_text("")
-    log.chmod(0o600)
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environ)
-    try:
-        said = answers(shlex.split(command))
-    except Ended as e:
-        raise NotServed(f"the command ended with exit code {e} before it served; read {log}") from None
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    with odd(said, forced=True) as (url, _):
-        yield running(url, log)
 
 
 def answer(body: dict[str, Any], bad: bool) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def test_it_stands_in_the_source(package: Path) -> None:
     assert (there.passes, there.ir_ops, there.custom_ops) == (("fuse_a", "fuse_b"), ("rms_norm",), ("rms_norm",))
 
 
-def test_the_commands_own_python_is_asked_and_nothing_is_imported(package: Path, tmp_path: Path) -> None:
+def test_the_commands_own_python_is_asked_and_nothing_is_imported(package: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package.parent)}
     there = options_offered(command([sys.executable, "-m", "vllm.entrypoints.openai.api_server"], environ))
     assert there.options is not None

@@ -1,11 +1,14 @@
 """A server by hand that can be forced: one answer for each of the ways, with numbers that tell what was asked."""
 
+import contextlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from odd_server import Answer
+from odd_server import Answer, odd, running
 
+from vllm_accprobe import arm_file
 from vllm_accprobe.gate.sending import client
 
 
@@ -44,3 +47,33 @@ def _place(i: int) -> dict[str, Any]:
 
 def _swapped(ids: list[int], swaps: bool) -> list[int]:
     return [*ids[:-1], ids[-1] + 1] if swaps else ids
+
+
+class Machine:
+    """Starts such servers in place of gate/served_run.py's `served`. write: writes a dump where the capture is to be.
+    starts: each one's command and environment; asked: each request, with what was armed then; salts: its cache_salt."""
+
+    def __init__(self, write: Callable[[Path], object]) -> None:
+        self.write, self.vocabulary, self.breaks = write, 1, False
+        self.starts: list[tuple[str, Mapping[str, str]]] = []
+        self.asked: list[tuple[str, dict[str, Any] | None]] = []
+        self.salts: list[str | None] = []
+
+    @contextlib.contextmanager
+    def served(self, name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
+        self.starts.append((command, environ))
+        dump = Path(environ["VLLM_ACCPROBE_DIR"])
+        self.write(dump)
+        answers = forcible(client.WAYS, vocabulary=self.vocabulary)
+
+        def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            if self.breaks and len(seen) > 6:
+                return 0, b""
+            if seen and path.startswith("/v1/completions"):
+                control = dump / arm_file.NAME
+                self.asked.append((seen[-1][1], arm_file.read(control).to_json() if control.exists() else None))
+                self.salts.append(body.get("cache_salt"))
+            return answers(path, body)
+
+        with odd(answer, forced=True) as (url, seen):
+            yield running(url, out / f"engine-{len(self.starts) - 1}.log")

@@ -1,16 +1,18 @@
 """An HTTP server that answers as badly as one can: what no real server does when it is asked to."""
 
 import json
+import os
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_accprobe.gate.sending.client import PROBE
+from vllm_accprobe.gate.sending.client import PROBE, NotServed
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, bytes]]
 """Of a path and the body that came: a status and the bytes; the status 0 closes the connection."""
@@ -30,6 +32,35 @@ def completion(body: dict[str, Any]) -> bytes:
 def running(url: str, log: Path) -> Any:
     """What `served` gives of such a server, as far as it is used."""
     return SimpleNamespace(command=SimpleNamespace(url=url, key=""), log=log, reporting=nullcontext)
+
+
+class Ended(Exception):
+    """The command ends with this code before it serves."""
+
+
+def started_here(answers: Callable[[list[str]], Answer]) -> Callable[..., AbstractContextManager[Any]]:
+    """In place of gate/served_run.py's `served`: no time is spent on processes. answers: of the command's words, with
+    the command's environment; it may raise Ended."""
+
+    @contextmanager
+    def served(name: str, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[Any]:
+        log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
+        log.write_text("")
+        log.chmod(0o600)
+        before = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(environ)
+        try:
+            said = answers(shlex.split(command))
+        except Ended as e:
+            raise NotServed(f"the command ended with exit code {e} before it served; read {log}") from None
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        with odd(said, forced=True) as (url, _):
+            yield running(url, log)
+
+    return served
 
 
 @contextmanager

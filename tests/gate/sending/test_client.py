@@ -1,7 +1,5 @@
 """TLS, and servers that take a connection and say nothing: one line each."""
 
-import datetime
-import ipaddress
 import json
 import math
 import socket
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 from odd_server import completion, odd
+from online.online_certificates import Authority
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.gate.sending import client, replies
@@ -23,41 +22,12 @@ from vllm_accprobe.gate.sending.client import Reply, generated, scored
 from vllm_accprobe.gate.sending.passes import parse
 
 
-def certificate(folder: Path, name: str = "localhost", days: int = 1) -> tuple[Path, Path]:
-    """(certificate, key), signed by itself, made on the spot."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    who = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(who)
-        .issuer_name(who)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=9))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    folder.mkdir(exist_ok=True)
-    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return folder / "cert.pem", folder / "key.pem"
-
-
 @contextmanager
-def with_tls(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a good server that speaks TLS with this certificate."""
+def with_tls(folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Iterator[str]:
+    """The URL of a good server that speaks TLS, with a certificate made on the spot; its authority is in ``folder``."""
+    Authority().folder(folder, "server", **how)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*pair)
+    context.load_cert_chain(folder / "server.crt", folder / "server.key")
     bind = ThreadingHTTPServer.server_bind
 
     def bound(self: Any) -> None:
@@ -84,25 +54,23 @@ def send(url: str, *words: str) -> int:
 
 
 def test_https_with_an_authority_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    pair = certificate(here / "a")
-    with with_tls(pair, monkeypatch) as url:
+    with with_tls(here / "a", monkeypatch) as url:
         assert send(url) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"accprobe: {url}: its certificate is not trusted (self")
+        assert said.startswith(f"accprobe: {url}: its certificate is not trusted (")
         assert "SSL_CERT_FILE" in said
         assert len(said.splitlines()) == 1
-        monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
+        monkeypatch.setenv("SSL_CERT_FILE", str(here / "a/ca.crt"))
         assert send(url) == 0
         assert "2 of 2 answered in 1 pass" in capsys.readouterr().out
         assert send(url.replace("127.0.0.1", "localhost")) == 0
 
 
-@pytest.mark.parametrize(("days", "says"), [(-1, "expired"), (1, "mismatch")])
-def test_a_bad_certificate_is_one_line(days, says, here, monkeypatch, capsys):
-    pair = certificate(here / "a", name="elsewhere.example", days=days)
-    monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
-    with with_tls(pair, monkeypatch) as url:
-        assert send(url if says == "expired" else url.replace("127.0.0.1", "localhost")) == 2
+@pytest.mark.parametrize(("how", "says"), [({"expired": True}, "expired"), ({"names": ("elsewhere",)}, "mismatch")])
+def test_a_bad_certificate_is_one_line(how, says, here, monkeypatch, capsys):
+    monkeypatch.setenv("SSL_CERT_FILE", str(here / "a/ca.crt"))
+    with with_tls(here / "a", monkeypatch, **how) as url:
+        assert send(url) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert says in err.lower()
@@ -113,7 +81,7 @@ def test_http_where_tls_is_and_the_other_way_round(here: Path, monkeypatch: pyte
     with odd(lambda path, body: (200, completion(body))) as (url, _):
         assert send(url.replace("http://", "https://")) == 2
     assert "no TLS is spoken there: write http://" in capsys.readouterr().err
-    with with_tls(certificate(here / "a"), monkeypatch) as url:
+    with with_tls(here / "a", monkeypatch) as url:
         assert send(url.replace("https://", "http://")) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1

@@ -158,7 +158,7 @@ def test_a_folder_that_is_none(text: str, tmp_path: Path) -> None:
         replies.read(tmp_path)
 
 
-def test_a_key_is_asked_for_and_never_shown(tmp_path: Path) -> None:
+def test_a_key_is_asked_for_and_never_shown() -> None:
     with odd(lambda path, body: (401, b"")) as (url, _):
         sender = Sender(url, key="hunter2")
         with pytest.raises(SendError, match="VLLM_API_KEY") as e:
