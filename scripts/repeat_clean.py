@@ -26,8 +26,8 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "opcheck"))
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat.by_rows import BatchOptions, batches
-from vllm_accprobe.opcheck.repeat.here import MachineKernels
-from vllm_accprobe.opcheck.repeat.named import NamedOperator, NotLoaded, call_of
+from vllm_accprobe.opcheck.repeat.machine_kernels import MachineKernels
+from vllm_accprobe.opcheck.repeat.named_operator import NamedOperator, NotLoaded, call_of
 from vllm_accprobe.opcheck.repeat.repeated import RepeatOptions, repeat
 from vllm_accprobe.opcheck.run.result_row import PASS, SKIP, WARNING, CheckResult
 

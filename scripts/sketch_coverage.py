@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_accprobe.comparison.engine import open_both
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.plan.units import Indices, make_plan
+from vllm_accprobe.comparison.plan.make_plan import Indices, make_plan
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.golden.pack import place_name
 from vllm_accprobe.golden.sketch import NUMBERS, ROUNDING, Sketch, distances, quantile, signs_of, turned

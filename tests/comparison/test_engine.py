@@ -12,7 +12,7 @@ from vllm_accprobe.comparison import row_table as spreads
 from vllm_accprobe.comparison.distributed import LOST, Died, in_order
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.measure.measurer import ROW_COUNT
-from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.comparison.plan.make_plan import make_plan
 from vllm_accprobe.comparison.result import CompareError, NothingCompared
 from vllm_accprobe.dump.schema import Image, RowSpace, Segment
 

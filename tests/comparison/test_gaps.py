@@ -8,7 +8,7 @@ from synthetic_model import capture, scaled
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import compare, rejudge
 from vllm_accprobe.comparison.gaps import NOTHING, Gap, splitting
-from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.comparison.plan.make_plan import make_plan
 from vllm_accprobe.dump.schema import Skip
 from vllm_accprobe.report import facts, terminal
 

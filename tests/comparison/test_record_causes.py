@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_accprobe.comparison.built import passed_over, pooled
+from vllm_accprobe.comparison.config_constants import passed_over, pooled
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import REPLICATED, TOKENS, Module, Payload, Record, RowSpace, Segment
 

@@ -14,7 +14,7 @@ from support.peer_dumps import unpack
 from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import load_mapping
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.comparison.plan.make_plan import make_plan
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import atb, open_dump
 from vllm_accprobe.formats.atb import AtbParameters

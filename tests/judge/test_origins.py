@@ -8,8 +8,8 @@ import pytest
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, DataFlow, Tree
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.judge.error_pattern import Condition, GraphRows, entry, of_steps, piece_of
 from vllm_accprobe.judge.origins import created_over, find_origins, in_all_layers, owner
-from vllm_accprobe.judge.shape import Condition, GraphRows, entry, of_steps, piece_of
 from vllm_accprobe.judge.siblings import TensorStats
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard

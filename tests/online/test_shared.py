@@ -11,8 +11,8 @@ import xxhash
 from opcheck.layer_dumps import build
 
 from vllm_accprobe.online.arrivals import ArrivedRanks, FrameError, Have, MirrorError, RankMirror, digest_of
+from vllm_accprobe.online.connection import NotSent
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.line import NotSent
 from vllm_accprobe.online.sending import RankSender
 from vllm_accprobe.online.shared import FolderReceiver
 

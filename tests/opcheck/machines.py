@@ -10,7 +10,7 @@ from opcheck_dumps import Maker
 from support.opchecked import rows_of
 from support.truncated import truncated
 
-from vllm_accprobe.opcheck.habits import decided
+from vllm_accprobe.opcheck.machine_precision import of_machine
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 Tensor = Any
@@ -169,9 +169,9 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def settled(path: Path) -> tuple[list[CheckResult], decided.MachineHabits]:
-    return decided.settle(rows_of(path))
+def settled(path: Path) -> tuple[list[CheckResult], of_machine.MachineHabits]:
+    return of_machine.settle(rows_of(path))
 
 
-def said(found: decided.MachineHabits, operator: str) -> list[str]:
+def said(found: of_machine.MachineHabits, operator: str) -> list[str]:
     return sorted(h.words for h in found.habits if h.operator == operator)

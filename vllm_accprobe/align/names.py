@@ -18,8 +18,8 @@ from typing import Any
 from vllm_accprobe.align.derived import Derived, View, derive, with_rows
 from vllm_accprobe.align.engines import vllm_names
 from vllm_accprobe.align.engines.attention_inputs import attention_inputs
-from vllm_accprobe.align.engines.other_order import in_order
-from vllm_accprobe.align.engines.other_places import other_places
+from vllm_accprobe.align.engines.transformers_order import in_order
+from vllm_accprobe.align.engines.transformers_places import other_places
 from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet

@@ -5,7 +5,7 @@ block by block. The idea: a `MergePlan`, made from layouts and shapes alone, say
 blocks follow one another; copies are listed, so that a difference between them is seen. Where it was not recorded how a
 merged projection is cut, its name tells: gate_up is two equal blocks; qkv has as many columns of q as the output
 projection takes in, the rest half k and half v. Where the numbers do not come out, nothing is guessed. Not here: which
-records belong together (comparison/plan/units.py), reading (dump/reader.py).
+records belong together (comparison/plan/make_plan.py), reading (dump/reader.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ its id, images and ordinal; pairs are made by the strictest rule that fits, and 
 row's name is (request, position), or (image, row) in a vision tower, packed into one int64. A row counts if its token
 is the one that the request finally took there, and no later step computed it again; from the first token that differs
 on, rows are not comparable. A `RowSet` is made once per step and compared by identity; `SampledHistory` is a request's
-past. Not here: which rows of two tensors meet (comparison/plan/units.py), names (names.py), ranks (ranks.py).
+past. Not here: which rows of two tensors meet (comparison/plan/make_plan.py), names (names.py), ranks (ranks.py).
 """
 
 from __future__ import annotations

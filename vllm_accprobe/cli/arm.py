@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.refusals import CommandError
@@ -43,7 +43,7 @@ def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
         raise CommandError(f"{dump} is no directory: name the one that the server captures into (VLLM_ACCPROBE_DIR)")
     if dump.stat().st_uid != os.geteuid():
         raise CommandError(f"{dump} belongs to another user, and only the server's own user can arm it")
-    places.writable(dump, "DUMP")
+    output_paths.writable(dump, "DUMP")
     watcher = Watcher(dump.absolute())
     found = watcher.poll()
     if not found.ranks and any(path.name not in (RUN_JSON, arm_file.NAME) for path in dump.iterdir()):

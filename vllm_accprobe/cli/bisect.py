@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import report, show
@@ -68,7 +68,7 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     share = trials.SHARE if what.share is None else what.share
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
-    places.check(out, {})
+    output_paths.check(out, {})
     target = edits.command(what.command, os.environ)
     checked(target)
     floors = [replies.read(Path(path)) for path in what.floor]

@@ -19,7 +19,7 @@ from typing import Any
 
 import typer
 
-from vllm_accprobe.cli import places
+from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 from vllm_accprobe.waiting import USUAL as say
@@ -46,13 +46,13 @@ def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbos
     if limit is not None and not 0 <= limit < 1:
         raise CommandError(f"--tolerance: {limit} is no relative error; write for example 0.01")
     for directory in how.acl:
-        places.require_directory(directory, "--acl")
-    ours = {"labels.csv": places.csv_with(*report.LABEL_COLUMNS), "labels.json": places.SCHEMA_AND_VERDICT}
+        output_paths.require_directory(directory, "--acl")
+    ours = {"labels.csv": output_paths.csv_with(*report.LABEL_COLUMNS), "labels.json": output_paths.SCHEMA_AND_VERDICT}
     if (dump is None) == (how.exec is None):
         raise CommandError("name a DUMP, or with --exec a command that labels tensors while it runs; one of the two")
     if how.exec is None and (how.dir is not None or how.types is not None):
         raise CommandError("--dir and --type are for --exec: they say what the command writes, and where")
-    places.check(out, ours, dumps=[] if dump is None else [dump])
+    output_paths.check(out, ours, dumps=[] if dump is None else [dump])
     code = 0
     if how.exec is not None:
         code, dump = _run(how.exec, how.dir, how.types)
@@ -187,15 +187,15 @@ def compare_tables(
             raise CommandError(f"{path} does not exist: name {kinds}")
     standard = standard or ("msprobe" if joined is None else "xray")
     if joined is not None:
-        places.check_table(joined, "RESULT.csv", SUMMARY[:4])
+        output_paths.check_table(joined, "RESULT.csv", SUMMARY[:4])
     ours = {
-        "details.csv": places.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
-        "result.csv": places.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
-        "opdiff.md": places.matching(r"\A# [^\n]*\n\nGolden: `"),
+        "details.csv": output_paths.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
+        "result.csv": output_paths.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
+        "opdiff.md": output_paths.matching(r"\A# [^\n]*\n\nGolden: `"),
     }
-    places.check(out, ours)
+    output_paths.check(out, ours)
     diff, totals = open_diff(golden, mine, standard, how.algorithm, how.by), DiffTotals()
-    places.refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
+    output_paths.refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
     out.mkdir(parents=True, exist_ok=True)
     more: list[Any] = [CompareFiles(out, time.strftime("%Y%m%d%H%M%S"))] if theirs or lines.is_msprobe(diff) else []
     more += [] if joined is None else [SummaryFile(joined)]
@@ -250,8 +250,8 @@ def _floor(golden: Path, others: list[Path], out: Path, failing: bool) -> None:
 
     for i, other in enumerate(others):
         for name, earlier in (("GOLDEN", golden), *(("OTHER", o) for o in others[:i])):
-            places.refuse_same((name, earlier), ("OTHER", other))
-    places.check(out, {NAME: places.matching(f'\\A\\{{"kind":\\s*"{KIND}"')}, dumps=[golden, *others])
+            output_paths.refuse_same((name, earlier), ("OTHER", other))
+    output_paths.check(out, {NAME: output_paths.matching(f'\\A\\{{"kind":\\s*"{KIND}"')}, dumps=[golden, *others])
     found = engine.calibrate(golden, others, failing=failing)
     path = found.save(out)
     typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")
@@ -268,8 +268,8 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
     require_torch("compare --calibrate --profile")
     if not dump.exists():
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
-    places.check(out, {NAME: places.matching(OURS)}, dumps=[dump])
-    from vllm_accprobe.opcheck.habits import decided
+    output_paths.check(out, {NAME: output_paths.matching(OURS)}, dumps=[dump])
+    from vllm_accprobe.opcheck.machine_precision import of_machine
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair, table
 
@@ -277,7 +277,7 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
     taps = len(calls.taps())
     with progress("replaying", taps, steps=True) as to:
         [side] = pair.check_both([calls], default_references(), [], lambda done, of: to(done))
-    _, found = decided.settle(side.rows)
+    _, found = of_machine.settle(side.rows)
     if not found.habits:
         raise NothingThere(f"{dump}: nothing of how its machine computes could be measured")
     show(table.computes(found))

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from vllm_accprobe.cli import places
+from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import Format, say_notes, say_written, show
 from vllm_accprobe.comparison import engine, store
@@ -36,19 +36,19 @@ def compare_dumps(
     """Two dumps (paths or None), or a saved comparison. The groups are those of compare.py: CompareOptions,
     JudgeOptions, WorkOptions, InsteadOptions, PrintOptions. Raises typer.Exit."""
     sheet, rejudge, form = what.sheet, instead.rejudge, printed.format
-    places.require_directory(judging.weights, "--weights")
+    output_paths.require_directory(judging.weights, "--weights")
     rate = FALSE_ALARM_RATE if judging.rate is None else judging.rate
     engine.check_rate(rate)
     _check_arguments(golden, mine, judging, work, instead)
     dumps = [d for d in (golden, mine) if d is not None]
     if golden is not None and mine is not None:
-        places.refuse_same(("GOLDEN", golden), ("MINE", mine))
+        output_paths.refuse_same(("GOLDEN", golden), ("MINE", mine))
         for floor in judging.floors:  # of what is judged, a floor would excuse all that is wrong with it
-            places.refuse_same(("--floor", floor), ("GOLDEN", golden))
-            places.refuse_same(("--floor", floor), ("MINE", mine))
+            output_paths.refuse_same(("--floor", floor), ("GOLDEN", golden))
+            output_paths.refuse_same(("--floor", floor), ("MINE", mine))
     standard = xray.standard_for(sheet, judging.standard, rejudge is not None or instead.plan)
     if sheet is not None:
-        places.check_table(sheet, "RESULT.csv", xray.TABLE_COLUMNS[:2], dumps)
+        output_paths.check_table(sheet, "RESULT.csv", xray.TABLE_COLUMNS[:2], dumps)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
     out = what.out or (Path(DEFAULT) if home is None else _rejudged(home))
     if not instead.plan:
@@ -87,7 +87,7 @@ def compare_dumps(
 
 
 def _show_plan(sides: ComparedSides, judging: Any, rules: Any, form: Format) -> NoReturn:
-    from vllm_accprobe.comparison.plan.units import make_plan
+    from vllm_accprobe.comparison.plan.make_plan import make_plan
 
     plan = make_plan(*engine.open_both(sides.golden, sides.mine), taps=judging.taps, mapping=rules).lines()
     typer.echo(json.dumps({"schema": 1, "plan": list(plan)}, indent=1) if form is Format.json else "\n".join(plan))
@@ -165,14 +165,14 @@ def _write(result: Comparison, out: Path, measured: bool, vocabulary: Vocabulary
 def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
     """Raises CommandError where ``out`` is no place for what `_write` writes. measured: as there."""
     ours = {
-        "compare.csv": places.csv_with(*COLUMNS[:7]),
-        "compare.json": places.SCHEMA_AND_VERDICT,
-        "compare.html": places.matching("<title>[^<]*accprobe"),
+        "compare.csv": output_paths.csv_with(*COLUMNS[:7]),
+        "compare.json": output_paths.SCHEMA_AND_VERDICT,
+        "compare.html": output_paths.matching("<title>[^<]*accprobe"),
     }
     if measured:
         ours["measured.npz"] = lambda head: head[30:38] == b"meta.npy"
-        ours["replay.json"] = places.matching(r"\A\{\"blamed\":")
-    places.check(out, ours, dumps=dumps)
+        ours["replay.json"] = output_paths.matching(r"\A\{\"blamed\":")
+    output_paths.check(out, ours, dumps=dumps)
 
 
 @contextlib.contextmanager

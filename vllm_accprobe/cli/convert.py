@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
@@ -68,8 +68,8 @@ def convert(what: ConvertOptions, tensors: options.SelectionOptions) -> None:
     if named is None:
         os.umask(0o077)  # a dump holds users' prompts, and so do they
     if not what.at_end:
-        places.check_place(out, [dump], "OUT")
-    places.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
+        output_paths.check_place(out, [dump], "OUT")
+    output_paths.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":
         if names or tensors.roles or tensors.requests:
             raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")

@@ -12,7 +12,7 @@ import typer
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import report
-from vllm_accprobe.cli.places import check_place
+from vllm_accprobe.cli.output_paths import check_place
 from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, show
-from vllm_accprobe.cli.places import check_place, require_directory
+from vllm_accprobe.cli.output_paths import check_place, require_directory
 from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:

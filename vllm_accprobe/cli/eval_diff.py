@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import report, say_written
@@ -89,7 +89,7 @@ def compare_samples(
         if path is not None:
             _check_file(path, name, (golden, mine))
     left, right = evaluations.open_side(golden), evaluations.open_side(mine)
-    places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
+    output_paths.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
     if left.tool != right.tool:
         raise CommandError(f"{golden} is of {left.tool}, {mine} of {right.tool}: their questions have no common name")
     for side in (left, right):
@@ -100,7 +100,7 @@ def compare_samples(
     if how.csv is not None:
         if result.texts:
             raise CommandError(f"--csv has a row for each metric, and {golden} or {mine} has no scores")
-        places.check_place(how.csv, option="--csv")
+        output_paths.check_place(how.csv, option="--csv")
     lines = servers.evaluation_lines(result, len(result.contrasts) if verbose else servers.MAX_CONTRASTS)
     fields = evaluations.to_json(result) | {"read": servers.read_json(left, right)}
     for one in (left, right):
@@ -120,9 +120,9 @@ def compare_samples(
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
     if path.is_dir():
         raise CommandError(f"{option} {path} is a directory: name a file")
-    if any(places.is_same(path, other) for other in inputs):
+    if any(output_paths.is_same(path, other) for other in inputs):
         raise CommandError(f"{option} {path} is what is read: name another file")
-    places.writable(path.parent, option)
+    output_paths.writable(path.parent, option)
 
 
 def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path | None, as_json: bool) -> NoReturn:
@@ -144,7 +144,7 @@ def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path |
             right = trainer.of_folder(Path(mine)) if Path(mine).is_dir() else trainer.of_file(Path(mine))
         else:
             assert out is not None
-            places.check(out, {})
+            output_paths.check(out, {})
             going_on("the answers are", out)
             made = made_by(str(golden))
             if url:

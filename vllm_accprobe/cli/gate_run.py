@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from vllm_accprobe.cli import places
+from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import report, say_notes, show
 from vllm_accprobe.config import default_dir
@@ -126,7 +126,7 @@ def compare(what: Any, sending: SendSettings, kept: KeptServers | None = None) -
     except sides.SideError as e:
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
     if left.kind == right.kind == FOLDER:
-        places.refuse_same(("GOLDEN", Path(golden)), ("MINE", Path(mine)), "folder")
+        output_paths.refuse_same(("GOLDEN", Path(golden)), ("MINE", Path(mine)), "folder")
     elif left == right and left.kind != COMMAND:
         raise CommandError("GOLDEN and MINE are the same server: name two, or use `accprobe self-check`")
     if dtype and dtype not in sides.DTYPES:
@@ -134,7 +134,7 @@ def compare(what: Any, sending: SendSettings, kept: KeptServers | None = None) -
     if dtype and left.kind != COMMAND:
         raise CommandError("--floor-dtype is for a GOLDEN that is a command; name a server or a folder with --floor")
     if out is not None:
-        places.check(out, {RESULT: places.SCHEMA_AND_VERDICT})
+        output_paths.check(out, {RESULT: output_paths.SCHEMA_AND_VERDICT})
     place = out if out is not None else Path()  # of folders nothing is written
     environ, tell = dict(os.environ), bars(sending)
     named = {"golden": (left, place / "golden"), "mine": (right, place / "mine")}

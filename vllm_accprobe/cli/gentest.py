@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.opcheck import ids_of, near_names, opened_calls, require_torch
 from vllm_accprobe.cli.options import hidden, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
@@ -60,7 +60,7 @@ def gentest(what: GentestOptions) -> None:
         ops = ["*:*"]  # operators: their places have a colon
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CommandError(f"--out: {out} exists and is not empty")
-    places.check_place(out, [dump])
+    output_paths.check_place(out, [dump])
     require_torch("gentest")
     from vllm_accprobe.opcheck.kit import collect
     from vllm_accprobe.opcheck.kit.bench import load_function

@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
 from vllm_accprobe.refusals import CommandError, NothingThere
@@ -45,8 +45,8 @@ class PackFileOptions:
         than a pack."""
         from vllm_accprobe.formats.io.pack_file import begins_as_pack
 
-        places.check_place(self.out, dumps)
-        places.check_own(self.out, begins_as_pack, "--out")
+        output_paths.check_place(self.out, dumps)
+        output_paths.check_own(self.out, begins_as_pack, "--out")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class GoldenWorkOptions:
             home = self.keep or resumed
             if home.exists() and not is_begun(home) and (not home.is_dir() or any(home.iterdir())):
                 raise CommandError(f"{home} exists and is not of such a run: name a new folder with --keep")
-            places.check_place(home, option="--keep")
+            output_paths.check_place(home, option="--keep")
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 yield home
@@ -97,7 +97,7 @@ class GoldenWorkOptions:
             return
         if self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):
             raise CommandError(f"--keep {self.keep} exists and is not empty: name a new folder")
-        places.check_place(self.keep, option="--keep")
+        output_paths.check_place(self.keep, option="--keep")
         self.keep.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield self.keep
 

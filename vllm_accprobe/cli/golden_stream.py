@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_written
@@ -44,7 +44,7 @@ def stream(what: GoldenStreamOptions) -> None:
     """
     if what.rows not in ("all", "pack"):
         raise CommandError(f"--rows {what.rows}: name all or pack")
-    places.writable(what.out)
+    output_paths.writable(what.out)
     names, ids, lengths = _prompts(what.model, what.prompts)
     rows = None
     if what.rows == "pack":

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from vllm_accprobe.cli import places
+from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.options import SelectionOptions, ranges
 from vllm_accprobe.cli.output import answer, for_program, print_table, say_written, show
 from vllm_accprobe.dump.reader import Dump, Ranges, Selection, matches, row_space, rows_of, within
@@ -67,11 +67,11 @@ def summary(
         raise CommandError(f"--csv {table} and {named_table}: name one file")
     table = table or named_table
     if table is not None:
-        places.check_place(table, [dump], "--csv")
-        places.check_own(table, places.csv_with(*CSV[:12]), "--csv")
+        output_paths.check_place(table, [dump], "--csv")
+        output_paths.check_own(table, output_paths.csv_with(*CSV[:12]), "--csv")
     if text is not None:
-        places.check_place(text, [dump], "FILE")
-        places.check_own(text, places.matching(r"\A\s*" + r"\s+".join(COLUMNS[:4])))
+        output_paths.check_place(text, [dump], "FILE")
+        output_paths.check_own(text, output_paths.matching(r"\A\s*" + r"\s+".join(COLUMNS[:4])))
     what = chosen_by.selection(names)
     calls: list[Any] = chosen_calls(opened, what) if getattr(opened, "ops", None) else []
     chosen = ChosenRecords([], np.zeros(0, np.int64)) if how.ops else what.apply(opened, padding=True)
@@ -211,7 +211,7 @@ def show_tap(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions
     if save is not None and save.exists():
         raise CommandError(f"--save: {save} exists: nothing is overwritten; choose another name")
     if save is not None:
-        places.check_place(save, [dump], "--save")
+        output_paths.check_place(save, [dump], "--save")
     wanted_rows, positions = ranges(how.rows, "--rows"), ranges(how.positions, "--positions")
     opened = open_dump(dump) if opened is None else opened
     lines = []

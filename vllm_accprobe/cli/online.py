@@ -13,7 +13,7 @@ from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.opcheck import against, check_out, check_standard, conclude, require_torch
 from vllm_accprobe.cli.options import Command, argument, option, ranges
 from vllm_accprobe.cli.output import answer, say_notes
-from vllm_accprobe.cli.places import require_directory
+from vllm_accprobe.cli.output_paths import require_directory
 from vllm_accprobe.refusals import CommandError, NothingThere
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
@@ -165,7 +165,7 @@ def _job(
     from vllm_accprobe.dump.reader import model_of, run_json
     from vllm_accprobe.opcheck.run.job import AGAIN, Job
 
-    places.require_directory(checking.weights, "--weights")
+    output_paths.require_directory(checking.weights, "--weights")
     if checking.attributes:  # else this process has no need of torch
         from vllm_accprobe.opcheck.calls.records import parsed_attributes
 
@@ -210,7 +210,7 @@ def against(word: str, dump: Path | None) -> tuple[str, str]:
     if not Path(word).is_dir():
         raise CommandError(f"--against: {word!r} is neither float64 nor device nor a dump's directory")
     if dump is not None:
-        places.refuse_same(("DUMP", dump), ("--against", Path(word)))
+        output_paths.refuse_same(("DUMP", dump), ("--against", Path(word)))
     return GOLDEN, str(Path(word).resolve())
 
 
@@ -221,17 +221,17 @@ def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.opcheck.run import process_pool as run
     from vllm_accprobe.opcheck.run import table
 
-    rows = places.csv_with(*table.COLUMNS[:9])
+    rows = output_paths.csv_with(*table.COLUMNS[:9])
     ours = {
-        run.DONE: rows, run.PART: rows, "result.csv": places.csv_with(*table.RESULT),
-        op_csv.FILE: places.csv_with(*op_csv.FIRST),
-        **dict.fromkeys((render.REPEAT_FILES[0], render.ROWS_FILES[0]), places.SCHEMA_AND_VERDICT),
-        **dict.fromkeys((render.REPEAT_FILES[1], render.ROWS_FILES[1]), places.matching("<title>opcheck: ")),
-        run.SETTINGS: places.matching(r"\A\{\"job\":"), profile.NAME: places.matching(profile.OURS),
+        run.DONE: rows, run.PART: rows, "result.csv": output_paths.csv_with(*table.RESULT),
+        op_csv.FILE: output_paths.csv_with(*op_csv.FIRST),
+        **dict.fromkeys((render.REPEAT_FILES[0], render.ROWS_FILES[0]), output_paths.SCHEMA_AND_VERDICT),
+        **dict.fromkeys((render.REPEAT_FILES[1], render.ROWS_FILES[1]), output_paths.matching("<title>opcheck: ")),
+        run.SETTINGS: output_paths.matching(r"\A\{\"job\":"), profile.NAME: output_paths.matching(profile.OURS),
     }  # fmt: skip
-    places.check(out, ours, dumps=dumps)
+    output_paths.check(out, ours, dumps=dumps)
     if save is not None:
-        places.check_place(save, dumps, "--save-failed")
+        output_paths.check_place(save, dumps, "--save-failed")
 
 
 def ids_of(text: str) -> frozenset[str]:
@@ -261,7 +261,7 @@ def opened_calls(dump: Path, model: Path | None) -> Calls:
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
 
-    places.require_directory(model, "--weights")
+    output_paths.require_directory(model, "--weights")
     opened = open_dump(dump)
     return Calls(opened, model or model_of(opened.run))
 
@@ -274,7 +274,7 @@ def conclude(
     writes further files. Raises typer.Exit with the exit code."""
     from vllm_accprobe.dump.reader import run_json
     from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.machine_precision import of_machine
     from vllm_accprobe.opcheck.run import result_row, table
     from vllm_accprobe.opcheck.run.table import totals as count
 
@@ -286,7 +286,7 @@ def conclude(
         known = result_row.without_unknown_blocks(known)
         own = {r.cls for r in known if r.message == result_row.OWN_CODE}
         say_notes(f"{cls}: unchecked: {result_row.OWN_CODE}" for cls in sorted(own))
-    checked, machine = decided.settle(known, strict=standard == result_row.STRICT)
+    checked, machine = of_machine.settle(known, strict=standard == result_row.STRICT)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")

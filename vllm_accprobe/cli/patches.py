@@ -11,7 +11,7 @@ import typer
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
-from vllm_accprobe.cli.places import require_directory
+from vllm_accprobe.cli.output_paths import require_directory
 from vllm_accprobe.refusals import CommandError, NothingThere
 
 if TYPE_CHECKING:

@@ -153,7 +153,7 @@ def launched(
     import tempfile
     import time
 
-    from vllm_accprobe.cli import places
+    from vllm_accprobe.cli import output_paths
     from vllm_accprobe.doctor.checks import ERROR, WARNING, free_space
     from vllm_accprobe.formats.common.sniff import is_own
     from vllm_accprobe.gate import preflight
@@ -168,7 +168,7 @@ def launched(
     environ |= more
     root = Path(settings.dir)
     if not is_own(root):  # its own earlier dump: who writes it says so
-        places.check_place(root, option="--dir")
+        output_paths.check_place(root, option="--dir")
     output = root / (folder or atb_room.DIRECTORY)
     if atb is not None:
         environ |= atb.variables(output)

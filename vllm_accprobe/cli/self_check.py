@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument
 from vllm_accprobe.cli.output import report
@@ -57,7 +57,7 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
 
     if out is None:
         raise CommandError("self-check: name a folder for the answers with --out DIR")
-    places.check_begun(out, (out / "alone").is_dir(), "self-check")
+    output_paths.check_begun(out, (out / "alone").is_dir(), "self-check")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
     how = paths.PathSettings(out, made_by(settings.prompts) | {"side": paths.digest(side)}, settings, say)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
@@ -65,7 +65,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         raise CommandError(f"--arrive: {e}") from None
     except (passes.TeacherForcingError, replies.FolderError) as e:
         raise CommandError(f"--teacher-force: {e}") from None
-    places.check_begun(out, replies.exists(out), "send")
+    output_paths.check_begun(out, replies.exists(out), "send")
     going_on("the answers are", out)
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
     how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}

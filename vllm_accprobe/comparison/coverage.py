@@ -19,8 +19,8 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import RowSet, SideRows, subject
 from vllm_accprobe.comparison.pair import SKIP, Pairs
+from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.comparison.plan.unit import TEXT, family
-from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.judge.near_ties import NOT_COMPARED, ROWS_AFTER, ROWS_BEHIND, UNJUDGED, Routing
 from vllm_accprobe.standards.limits import ELEMENT
 

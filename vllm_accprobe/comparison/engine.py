@@ -17,7 +17,7 @@ from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.comparison import notes
-from vllm_accprobe.comparison.built import built_otherwise, record_causes
+from vllm_accprobe.comparison.config_constants import built_otherwise, record_causes
 from vllm_accprobe.comparison.coverage import coverage
 from vllm_accprobe.comparison.gaps import taps_of
 from vllm_accprobe.comparison.measure.measured import (
@@ -34,9 +34,9 @@ from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.measure.sampler_rows import RequestedRows
 from vllm_accprobe.comparison.notes import differing
 from vllm_accprobe.comparison.plan.groups import Groups
+from vllm_accprobe.comparison.plan.make_plan import Indices, Plan, make_plan
 from vllm_accprobe.comparison.plan.relations import links_of, sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
-from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import BOUND, RowLog, take_samples, take_spreads
 from vllm_accprobe.comparison.runner_inputs import states_of

@@ -21,8 +21,8 @@ from vllm_accprobe.align.ranks import ONE, MergePlan
 from vllm_accprobe.align.tokens import Rows, SideRows, Space
 from vllm_accprobe.comparison.measure.measured import Part
 from vllm_accprobe.comparison.measure.measurer import measure_all
+from vllm_accprobe.comparison.plan.make_plan import Indices
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate

@@ -24,7 +24,7 @@ from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, Pairs, counted, was_compared
 from vllm_accprobe.comparison.plan.groups import Groups
-from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
 from vllm_accprobe.comparison.runner_inputs import cache_notes, findings, watched
 from vllm_accprobe.dump.decode import object_at

@@ -22,8 +22,8 @@ from vllm_accprobe.comparison.measure.measured import SpillBuffer
 from vllm_accprobe.comparison.measure.measurer import unit_bytes
 from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
 from vllm_accprobe.comparison.pair import FAIL, PASS, Pair, Pairs
+from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.dtypes import DTYPES
 
 Names = dict[int, "tuple[str, int | None]"]

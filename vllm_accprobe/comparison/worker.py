@@ -25,8 +25,8 @@ from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.measurer import CACHE, UnitMeasurer
 from vllm_accprobe.comparison.measure.read import unread
+from vllm_accprobe.comparison.plan.make_plan import Indices
 from vllm_accprobe.comparison.plan.unit import Unit
-from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.files import DumpError, SegmentData
 from vllm_accprobe.dump.reader import reopen

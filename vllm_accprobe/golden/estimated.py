@@ -34,8 +34,8 @@ from vllm_accprobe.comparison.measure.measurer import NO_PARTNER, NO_PAYLOAD
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.messages import first_divergence
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, Pairs
+from vllm_accprobe.comparison.plan.make_plan import Plan, make_plan
 from vllm_accprobe.comparison.plan.unit import Group, Key, Unit
-from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
 from vllm_accprobe.dump.dtypes import DTYPES

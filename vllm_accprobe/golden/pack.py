@@ -33,8 +33,8 @@ import xxhash
 
 from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, SideRows, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
+from vllm_accprobe.comparison.plan.make_plan import Plan, make_plan
 from vllm_accprobe.comparison.plan.unit import SAMPLER, Group, Key, Unit
-from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.dump.dtypes import DTYPES, rounded_hashes, widen
 from vllm_accprobe.dump.files import DumpError, HeaderEntry, build_header
 from vllm_accprobe.dump.journal import KINDS, TensorHead, is_operator

@@ -135,7 +135,7 @@ HEAD_BAD, HEAD_GOOD = 0.7, 0.2
 HALF_OF_STEPS = 0.5
 """chosen: a captured size is taken for wrong where at least half of its steps are; steps are wrong as a whole."""
 GRAPH_KINDS = 5
-"""derived: the kinds of steps that shape.py tries, over which the chance is divided as Bonferroni's inequality
+"""derived: the kinds of steps that error_pattern.py tries, over which the chance is divided as Bonferroni's inequality
 asks: replayed, not replayed, sizes, padding, a size with padding."""
 GRAPH_CHANCE = 0.01
 """chosen: a kind of step is reported where wrong steps dealt out at random would all be of it less than once in a

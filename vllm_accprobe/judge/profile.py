@@ -3,7 +3,7 @@
 The problem: whoever brings a model up on a new card sees thousands of small differences, most of which come from a few
 decisions of that card. The idea: a `Habit` is one such decision of one operator in one dtype, from a closed list, with
 its price; a `Profile` is all of them of one dump. A habit is reported once and is no fault at the default standard. Not
-here: how a habit is recognised and decided (opcheck/habits/decided.py).
+here: how a habit is recognised and decided (opcheck/machine_precision/of_machine.py).
 """
 
 from __future__ import annotations

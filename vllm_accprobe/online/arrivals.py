@@ -8,7 +8,7 @@ receiver has is the length of its files. At a SYNC payloads reach the disk befor
 every line can be read after any kill. `ArrivedRanks` knows which ranks there are to be, and makes senders wait while
 too much is unchecked.
 
-Not here: sockets (line.py), a shared folder (shared.py), the checks (serving.py, live.py).
+Not here: sockets (connection.py), a shared folder (shared.py), the checks (serving.py, live.py).
 """
 
 from __future__ import annotations

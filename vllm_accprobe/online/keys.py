@@ -2,7 +2,7 @@
 
 The problem: users of msprobe's online pre-check have two config.json, one for each side. The idea: they are read as
 they are: the ``run_ut`` block with ``is_online`` says how to receive, the ``tensor`` block with ``online_run_ut`` how
-to send; what is set and has no meaning here is named. Not here: the connection (line.py, shared.py).
+to send; what is set and has no meaning here is named. Not here: the connection (connection.py, shared.py).
 """
 
 from __future__ import annotations

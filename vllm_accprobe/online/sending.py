@@ -4,7 +4,7 @@ The problem: a line breaks, a folder has no line, and a receiver may be slower t
 for both, with a thread for each rank. It asks for an answer (SYNC) after at most four megabytes, and sends no more than
 sixteen before the answers. After a break it connects again and begins with what the receiver has.
 
-Not here: a connection (line.py), a folder in its place (shared.py), what is sent (arrivals.py).
+Not here: a connection (connection.py), a folder in its place (shared.py), what is sent (arrivals.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import JOURNAL
 from vllm_accprobe.online import arrivals as frames
+from vllm_accprobe.online.connection import CLIENT, Broken, NotSent, TlsError, Wire, context, is_refusal, reason_of
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.line import CLIENT, Broken, NotSent, TlsError, Wire, context, is_refusal, reason_of
 from vllm_accprobe.online.shared import POLL_S, FolderWire
 from vllm_accprobe.refusals import full_disk
 from vllm_accprobe.whole_file import no_space

@@ -6,7 +6,7 @@ no sooner than four times as long after the last one as opening the copy took; w
 as checked when it ends. If the child dies or its rows are not those of the whole, opcheck makes the table from the
 copy. A lock on the copy keeps two receivers from writing one.
 
-Not here: the copy (arrivals.py), how pieces come (line.py, shared.py), the report (cli/online.py).
+Not here: the copy (arrivals.py), how pieces come (connection.py, shared.py), the report (cli/online.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vllm_accprobe.children import ONE_THREAD, Child
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.online.arrivals import ArrivedRanks
+from vllm_accprobe.online.connection import Receiver, TlsError, secured
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.line import Receiver, TlsError, secured
 from vllm_accprobe.online.shared import FolderReceiver
 from vllm_accprobe.opcheck.run import process_pool
 from vllm_accprobe.opcheck.run.job import Job

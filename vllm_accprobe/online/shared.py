@@ -30,7 +30,7 @@ from vllm_accprobe.dump.decode import Count
 from vllm_accprobe.dump.files import open_regular
 from vllm_accprobe.dump.schema import JOURNAL, rank_dir
 from vllm_accprobe.online import arrivals as frames
-from vllm_accprobe.online.line import Broken, NotSent, Refusals
+from vllm_accprobe.online.connection import Broken, NotSent, Refusals
 from vllm_accprobe.whole_file import write_private
 
 _MOST = 8 << 20

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hand_made import Dump, f32
 
-from vllm_accprobe.align.engines.other_places import given_out_elsewhere, scaled_in_front
+from vllm_accprobe.align.engines.transformers_places import given_out_elsewhere, scaled_in_front
 from vllm_accprobe.align.names import bridge
 from vllm_accprobe.dump.schema import Module
 

@@ -10,10 +10,10 @@ from synthetic_model import capture, write
 from vllm_accprobe.align.derived import join_stats
 from vllm_accprobe.comparison.engine import compare, open_both
 from vllm_accprobe.comparison.measure import read
-from vllm_accprobe.comparison.measure.by_lines import ByLines
+from vllm_accprobe.comparison.measure.from_journal import ByLines
 from vllm_accprobe.comparison.measure.measurer import UNKNOWN_DTYPE, UnitMeasurer, _few
 from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, statistics_error
-from vllm_accprobe.comparison.plan.units import Indices, make_plan
+from vllm_accprobe.comparison.plan.make_plan import Indices, make_plan
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.kernels import structure
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import Rows, SideRows
+from vllm_accprobe.comparison.plan.make_plan import Indices
 from vllm_accprobe.comparison.plan.unit import loose, unsummed, unsummed_taps
-from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.schema import Layout, Record
 
 torch = pytest.importorskip("torch")
 
 from vllm_accprobe.capture.torch_model import Probe  # noqa: E402
 from vllm_accprobe.comparison.engine import compare  # noqa: E402
-from vllm_accprobe.comparison.plan import units as operators  # noqa: E402
+from vllm_accprobe.comparison.plan import make_plan as operators  # noqa: E402
 
 
 class Model(torch.nn.Module):

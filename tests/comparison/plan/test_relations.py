@@ -13,9 +13,9 @@ from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.plan.make_plan import make_plan
 from vllm_accprobe.comparison.plan.relations import BOTH, GOLDEN, MINE, links_of, scaled_elsewhere, with_routers
 from vllm_accprobe.comparison.plan.unit import Unit
-from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.judge.near_ties import Chooser
 from vllm_accprobe.report import terminal, verdict_parts

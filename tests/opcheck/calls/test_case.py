@@ -19,7 +19,7 @@ from vllm_accprobe.opcheck.calls.views import contiguous, in_memory, laid_out, r
 from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout, device_kernel
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.repeat.here import MachineKernels
+from vllm_accprobe.opcheck.repeat.machine_kernels import MachineKernels
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]  # fmt: skip

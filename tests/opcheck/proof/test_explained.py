@@ -7,7 +7,7 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.comparison.plan.make_plan import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, UNSEEN, UNSUMMED, WRONG, Explained, explain, place_of
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, CheckResult

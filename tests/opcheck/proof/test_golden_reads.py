@@ -9,7 +9,7 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.align.derived import rope
-from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.comparison.plan.make_plan import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof import golden_reads

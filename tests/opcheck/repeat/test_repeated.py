@@ -16,8 +16,8 @@ from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat.by_rows import ROWS, BatchOptions, axes_of, batches, cut
-from vllm_accprobe.opcheck.repeat.here import FRESH, MachineKernels
-from vllm_accprobe.opcheck.repeat.named import NamedCalls, NamedOperator, call_of
+from vllm_accprobe.opcheck.repeat.machine_kernels import FRESH, MachineKernels
+from vllm_accprobe.opcheck.repeat.named_operator import NamedCalls, NamedOperator, call_of
 from vllm_accprobe.opcheck.repeat.repeated import RepeatOptions, gap_words, largest_gap, repeat
 from vllm_accprobe.opcheck.run.result_row import CheckResult
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_accprobe.capture.weights.fingerprint import sums_of
-from vllm_accprobe.comparison.built import check_built_of
+from vllm_accprobe.comparison.config_constants import check_built_of
 from vllm_accprobe.dump.journal import Lives, WeightEvent, WeightPrint, pack_rows
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Module, Record, Skip

@@ -18,9 +18,9 @@ import numpy as np
 from vllm_accprobe.align.data_flow import Key, Tree
 from vllm_accprobe.align.tokens import NO_ROWS, POSITION_BITS, POSITION_MASK, RowSet
 from vllm_accprobe.comparison.gaps import NOTHING, Untapped
+from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.comparison.plan.relations import Links, Sources
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
-from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.record_table import LazyTable
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.spill_buffer import SpillBuffer

@@ -28,12 +28,12 @@ from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.measure import read
-from vllm_accprobe.comparison.measure.by_lines import ByLines, Decided, UnitGroups
+from vllm_accprobe.comparison.measure.from_journal import ByLines, Decided, UnitGroups
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
 from vllm_accprobe.comparison.plan import relations
 from vllm_accprobe.comparison.plan.groups import Groups
+from vllm_accprobe.comparison.plan.make_plan import Indices, Meeting
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
-from vllm_accprobe.comparison.plan.units import Indices, Meeting
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.rounding_unit import unit as rounding_unit

@@ -2,7 +2,7 @@
 
 The problem: padding rows have no partner, and half of the faults of graphs come from what stands in them. The idea: in
 mine alone, statistics show NaN, infinity and sizes that no real row has; at the first padded steps the bytes show
-whether a row is what an earlier step left. Not here: whether an error goes with padding (judge/shape.py).
+whether a row is what an earlier step left. Not here: whether an error goes with padding (judge/error_pattern.py).
 """
 
 from __future__ import annotations

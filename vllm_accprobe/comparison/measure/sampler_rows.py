@@ -18,7 +18,7 @@ import numpy as np
 from vllm_accprobe.align.tokens import SampledHistory, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan import unit
-from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.record_table import of_sites
 from vllm_accprobe.dump.schema import FILTERED, LOGITS, MASKS_KNOWN, NOISE, NOISE_DRAWS, SCALED, Request

@@ -4,7 +4,7 @@ The problem: a dump has up to millions of tensors, most of which their lines alo
 them costs more than all else. The idea: `PlacedRecords` sorts the records once by (tap, role, call), moment and rank;
 `Groups` are some of these groups with the plan of each form (which sites on which ranks) made once, and a `Group` made
 when it is requested, and then kept. What a layout does not tell, the other side's shape may (`merged`). Not here: the
-joining plans (align/ranks.py), which places are compared (units.py), measuring (measure/).
+joining plans (align/ranks.py), which places are compared (make_plan.py), measuring (measure/).
 """
 
 from __future__ import annotations

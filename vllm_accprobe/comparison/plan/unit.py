@@ -3,8 +3,8 @@
 The problem: ranks hold pieces or copies of a tensor; and a row-parallel layer may lack its all-reduce. The idea: a
 `Group` is one side's records of one tensor in one step, with a plan for joining its pieces or the reason why there is
 none. Where a norm reads, bit for bit, a rank's partial sum, it was not summed, and each share is compared as it was
-used (`loose`). Not here: the joining plans (align/ranks.py), many groups (groups.py), which units there are (units.py),
-measuring (measure/).
+used (`loose`). Not here: the joining plans (align/ranks.py), many groups (groups.py), which units there are
+(make_plan.py), measuring (measure/).
 """
 
 from __future__ import annotations

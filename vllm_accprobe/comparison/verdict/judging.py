@@ -24,7 +24,7 @@ from vllm_accprobe.align.data_flow import OUTPUT, DataFlow, is_choice, is_logits
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions, subject
 from vllm_accprobe.comparison import messages, runner_inputs
-from vllm_accprobe.comparison.built import built_notes, with_built
+from vllm_accprobe.comparison.config_constants import built_notes, with_built
 from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
 from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer

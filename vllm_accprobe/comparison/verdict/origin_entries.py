@@ -25,7 +25,7 @@ from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.runner_inputs import chunk_words
 from vllm_accprobe.comparison.verdict import pair_status
 from vllm_accprobe.dump.decode import object_at
-from vllm_accprobe.judge import near_ties, shape
+from vllm_accprobe.judge import error_pattern, near_ties
 from vllm_accprobe.judge.origins import Origin, OriginEntry
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 from vllm_accprobe.judge.siblings import TensorStats
@@ -155,7 +155,7 @@ def shape_of(c: Origin, setting: ComparisonContext, places: Places, chosen: Chos
     rows = None
     if c.stats is not None and len(c.stats.keys):
         rows = _shape_rows(c, c.stats, setting, places, chosen)
-    return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
+    return error_pattern.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
 def _made(c: Origin, stats: TensorStats) -> np.ndarray:
@@ -169,14 +169,14 @@ def _made(c: Origin, stats: TensorStats) -> np.ndarray:
 
 def _shape_rows(
     c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen
-) -> shape.RowFacts:  # fmt: skip
+) -> error_pattern.RowFacts:  # fmt: skip
     at, there = places.find(stats.keys)
     step = places.steps_of(stats.keys)
     counts = [setting.batches.get(s, (-1, -1)) for s in step.tolist()]
     made = _made(c, stats)
     who, where = subject(stats.keys), position(stats.keys)
     decode = places.decode[at] & there if len(places.known) else np.zeros(len(stats.keys), bool)
-    return shape.RowFacts(
+    return error_pattern.RowFacts(
         made=made,
         gain=stats.gain,
         position=where,
@@ -194,21 +194,21 @@ def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str
     graphs = object_at(setting.mine_run, "engine", "graphs")
     if graphs is None or c.trace.kind == PARAM:
         return None
-    place = shape.piece_of(c.trace.tap, graphs) or shape.piece_of(c.tap, graphs)
+    place = error_pattern.piece_of(c.trace.tap, graphs) or error_pattern.piece_of(c.tap, graphs)
     found, stood = None, ""
     if setting.graphs and c.stats is not None and len(c.stats.keys):
         rows = _graph_rows(c, c.stats, setting, places)
-        found = shape.of_steps(rows, c.stats.mixing)
+        found = error_pattern.of_steps(rows, c.stats.mixing)
         stood = stood_in_padding(setting.padding, c.trace.tap)
-    return shape.entry(found, place, stood)
+    return error_pattern.entry(found, place, stood)
 
 
-def _graph_rows(c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places) -> shape.GraphRows:
+def _graph_rows(c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places) -> error_pattern.GraphRows:
     steps = places.steps_of(stats.keys)
     known = [setting.graphs.get(s, (-1, 0)) for s in steps.tolist()]
-    bad = shape.bad_rows(_made(c, stats)) | np.isin(stats.keys, c.keys)
+    bad = error_pattern.bad_rows(_made(c, stats)) | np.isin(stats.keys, c.keys)
     sizes, padding = (np.array([k[i] for k in known], np.int64) for i in (0, 1))
-    return shape.GraphRows(steps, sizes, padding, subject(stats.keys), position(stats.keys), bad)
+    return error_pattern.GraphRows(steps, sizes, padding, subject(stats.keys), position(stats.keys), bad)
 
 
 def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:

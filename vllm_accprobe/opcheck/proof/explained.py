@@ -26,8 +26,8 @@ from vllm_accprobe.align.derived import Derived, Relations, plain, spread
 from vllm_accprobe.align.mapping import ROPE
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
+from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
-from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
 from vllm_accprobe.dump.decode import Where, decode, refused
 from vllm_accprobe.dump.dtypes import DTYPES

@@ -26,8 +26,8 @@ from vllm_accprobe.align.derived import plain
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.comparison.measure.read import Loader, Unread
+from vllm_accprobe.comparison.plan.make_plan import Indices, Meeting, Plan
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Indices, Meeting, Plan
 from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError

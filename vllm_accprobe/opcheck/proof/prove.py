@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.ranks import ONE
-from vllm_accprobe.comparison.built import comparable_code, other_code, package
+from vllm_accprobe.comparison.config_constants import comparable_code, other_code, package
 from vllm_accprobe.comparison.coverage import ModuleCover
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.notes import Differs
+from vllm_accprobe.comparison.plan.make_plan import Indices, Plan
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Indices, Plan
 from vllm_accprobe.dump.block_code import FORWARD
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
@@ -38,7 +38,7 @@ from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
-from vllm_accprobe.opcheck.habits.decided import sentence
+from vllm_accprobe.opcheck.machine_precision.of_machine import sentence
 from vllm_accprobe.opcheck.proof.decide import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.reference import Declined, Expected
@@ -414,7 +414,7 @@ def prove(
     machines: Mapping[str, tuple[Habit, ...]] | None = None,
     explained: Explained | None = None, causes: Mapping[str, Any] | None = None,
 ) -> ReplayResult:  # fmt: skip
-    """golden, mine: check_tap's rows of the two, settled (decided.py); splits: by tap; outliers: outputs of mine
+    """golden, mine: check_tap's rows of the two, settled (of_machine.py); splits: by tap; outliers: outputs of mine
     unlike their siblings; machines: how each computes, which is then not said again in a note; explained: explained.py;
     causes: by tap (opcheck/causes/examine.py)."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
@@ -471,7 +471,7 @@ def _formats(rows: Sequence[CheckResult]) -> dict[str, tuple[str, float, float, 
 
 def _truncated(rows: Sequence[CheckResult]) -> dict[str, float]:
     """tap → the largest error of a row that it created, of those that round toward zero in an output at least, or do
-    another thing that their machine does everywhere (decided.py)."""
+    another thing that their machine does everywhere (of_machine.py)."""
     seen = {c.tap for c in rows if c.rounding or c.habit}
     return {t: x for t, x in _created(rows).items() if t in seen}
 

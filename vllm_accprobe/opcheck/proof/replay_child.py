@@ -97,14 +97,14 @@ class _Ends:
 def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.comparison.notes import other_values
-    from vllm_accprobe.comparison.plan.units import make_plan
+    from vllm_accprobe.comparison.plan.make_plan import make_plan
     from vllm_accprobe.dump.decode import parse
     from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.neighbours import lend
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.floors import pooled
-    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.machine_precision import of_machine
     from vllm_accprobe.opcheck.proof import prove
     from vllm_accprobe.opcheck.proof.explained import explain
     from vllm_accprobe.opcheck.proof.golden_reads import GoldenReads
@@ -141,7 +141,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     partial = sum(bool(c.replayed) for side in (theirs, rows) for c in side)
     left = plan.of - done
     theirs, rows = (_with_left(r, calls, ops, left > 0) for r, calls in zip((theirs, rows), sides, strict=True))
-    settled = [decided.settle(side) for side in (theirs, rows)]
+    settled = [of_machine.settle(side) for side in (theirs, rows)]
     theirs, rows = (side for side, _ in settled)
     machines = {side: found.habits for side, (_, found) in zip(("golden", "mine"), settled, strict=True)}
     found = prove.wrong(rows)

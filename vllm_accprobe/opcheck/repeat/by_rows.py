@@ -23,7 +23,7 @@ from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, decline_if
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
-from vllm_accprobe.opcheck.repeat.here import MachineKernels
+from vllm_accprobe.opcheck.repeat.machine_kernels import MachineKernels
 from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, concluded, equal_row, gap_words, largest_gap
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, SKIP, CheckResult

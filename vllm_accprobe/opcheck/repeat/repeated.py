@@ -8,7 +8,7 @@ another for another one was computed from memory that was never written. What di
 different within the operator's own floor is how sums of atomics come out, and a remark; beyond it, wrong. What differs
 is run again under torch's switch for deterministic algorithms. Where filling does not reach (another C library, a
 kernel's own workspace), nothing is found.
-Elsewhere: batches (by_rows.py), kernels of this machine (here.py).
+Elsewhere: batches (by_rows.py), kernels of this machine (machine_kernels.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.repeat.here import MachineKernels
+from vllm_accprobe.opcheck.repeat.machine_kernels import MachineKernels
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult
 

@@ -33,7 +33,7 @@ from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
 from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_each
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
-from vllm_accprobe.opcheck.habits.look import due, look
+from vllm_accprobe.opcheck.machine_precision.of_output import due, look
 from vllm_accprobe.opcheck.measures import measure, measure_each
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References

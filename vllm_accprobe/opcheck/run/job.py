@@ -20,12 +20,12 @@ class Job:
     """What is requested. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
     standard, kl, ids: as check_calls.Options has them; backward: gradients too; seed: of drawn inputs and gradients;
     save: where failed calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call
-    here (repeated.py), and sizes of batches (by_rows.py); named: an operator (named.py), as JSON, without a dump; load:
-    modules to import first; attributes: of modules, that were not recorded (records.py). devices: what is checked is
-    what the operators give here, on these; white, black: API names (opcheck/compat/msprobe.py); once: calls that differ
-    in values alone are checked once; jit: an NPU compiles its operators. Of ATB's dumps: operations: only
-    these, as ``24_1`` (opcheck/compat/ait.py); op_csv: the table of operators; within: the share of elements within
-    ait's tolerance, absolute (opcheck/compat/ait.py)."""
+    here (repeated.py), and sizes of batches (by_rows.py); named: an operator (named_operator.py), as JSON, without a
+    dump; load: modules to import first; attributes: of modules, that were not recorded (records.py). devices: what
+    is checked is what the operators give here, on these; white, black: API names (opcheck/compat/msprobe.py); once:
+    calls that differ in values alone are checked once; jit: an NPU compiles its operators. Of ATB's dumps:
+    operations: only these, as ``24_1`` (opcheck/compat/ait.py); op_csv: the table of operators; within: the share of
+    elements within ait's tolerance, absolute (opcheck/compat/ait.py)."""
 
     dump: str
     model: str = ""

@@ -11,7 +11,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.comparison.built import check_built_of
+from vllm_accprobe.comparison.config_constants import check_built_of
 from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.atb import AtbDump
@@ -27,8 +27,8 @@ from vllm_accprobe.opcheck.kit.testgen import saved
 from vllm_accprobe.opcheck.reference import BACKWARD
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
-from vllm_accprobe.opcheck.repeat.here import MachineKernels
+from vllm_accprobe.opcheck.repeat import by_rows, named_operator, repeated
+from vllm_accprobe.opcheck.repeat.machine_kernels import MachineKernels
 from vllm_accprobe.opcheck.run import rerun, synthetic_inputs
 from vllm_accprobe.opcheck.run.check_calls import (
     Options,
@@ -60,7 +60,7 @@ class OpenJob:
             self.kernels = MachineKernels(self.references, load=job.load)
         self.calls: Any
         if job.named is not None:
-            self.calls = named.NamedCalls(decode(named.NamedOperator, job.named), job.seed)
+            self.calls = named_operator.NamedCalls(decode(named_operator.NamedOperator, job.named), job.seed)
         else:
             model, dump = Path(job.model) if job.model else None, open_dump(Path(job.dump))
             if job.op_csv and isinstance(dump, AtbDump) and not dump.parameters.add_table(Path(job.op_csv)):
@@ -196,5 +196,5 @@ class OpenJob:
         elif self.job.batch:
             yield from by_rows.batches(captured, self.kernels, by_rows.BatchOptions(self.job.batch, strict, chance))
         else:
-            once = named.checked_once(captured, self.kernels)
+            once = named_operator.checked_once(captured, self.kernels)
             yield from check_call(self.calls.dump, once, lambda c: self.references.evaluate(c.what), self.options)

@@ -2,10 +2,10 @@
 
 The problem: a replay shows which operator is wrong for its own inputs, constants and weights; where these are wrong,
 all operators are right. The idea: positions and token ids are checked by the row map (comparison/runner_inputs.py), the
-modules' constants by config.json (comparison/built.py), and the rows of each loaded weight by the checkpoint: which of
-them are not what it has there, and where they stand in it (comparison/weight_places.py). Constants of config.json
-replace the module's own before its calls are checked. A form of parameter of which no layer is the checkpoint's is
-loaded in a form of its own, and is unchecked. Bounded by bytes and by time; what is left is counted.
+modules' constants by config.json (comparison/config_constants.py), and the rows of each loaded weight by the
+checkpoint: which of them are not what it has there, and where they stand in it (comparison/weight_places.py). Constants
+of config.json replace the module's own before its calls are checked. A form of parameter of which no layer is the
+checkpoint's is loaded in a form of its own, and is unchecked. Bounded by bytes and by time; what is left is counted.
 Not here: operators (check_calls.py), caches (capture/states/), who shows it (cli/).
 """
 
@@ -23,7 +23,7 @@ import torch
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import runner_inputs
-from vllm_accprobe.comparison.built import BuiltCheck, check_built_of
+from vllm_accprobe.comparison.config_constants import BuiltCheck, check_built_of
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RunnerCheck
 from vllm_accprobe.comparison.weight_places import (
     ADDRESS,

@@ -38,7 +38,7 @@ class CheckResult:
     measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status; rounding:
     "toward zero" where the numbers show it, "" where they do not, or not enough of them. dtype: that of the numbers, by
     which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else "". evidence: how it
-    was computed, counts in one line (decided.py), of the outputs that were examined for that, else "". habit:
+    was computed, counts in one line (of_machine.py), of the outputs that were examined for that, else "". habit:
     what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (statistic.py),
     "" where it passes; chance: then, the probability that a replay of a correct machine shows as much anywhere, 0.0
     where it is proved. cache: of an attention over a cache of 8 bits, the fields of

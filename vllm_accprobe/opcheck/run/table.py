@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.judge import profile
-from vllm_accprobe.opcheck.habits.decided import MachineHabits, sentence
+from vllm_accprobe.opcheck.machine_precision.of_machine import MachineHabits, sentence
 from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe
 from vllm_accprobe.opcheck.run.result_row import CACHE, ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, grids
 from vllm_accprobe.standards.measures import Measures

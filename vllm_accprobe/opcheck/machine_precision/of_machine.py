@@ -8,7 +8,7 @@ what all layers and calls that can show it show alike, at two layers at least wh
 and is right with its machine's habit allowed for passes, and says so; one that passed by a habit that its machine does
 not have fails. Only the closed list of judge/profile.py is allowed for; `strict` allows for nothing. Of two layers that
 disagree, the costlier is wrong (`price_of`).
-Elsewhere: the hypotheses and the counting (look.py), truncation in one output (floors/rounding.py). Needs no torch.
+Elsewhere: the hypotheses and the counting (of_output.py), truncation in one output (floors/rounding.py). No torch.
 """
 
 from __future__ import annotations

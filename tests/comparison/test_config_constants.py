@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.comparison.built import (
+from vllm_accprobe.comparison.config_constants import (
     BuiltCheck,
     built_notes,
     built_otherwise,

@@ -3,7 +3,7 @@
 The problem: a factor, a bias or a gate is computed inside of a module on one side, and by the code around it on the
 other; the two tensors are both right and differ. The idea: formulas of the code, parameters and equal bits of the
 dump's own tensors show it. Such a place is not compared; what follows it is. Not here: attention's inputs, which are
-made as mine makes its own (attention_inputs.py), tensors in another order (other_order.py).
+made as mine makes its own (attention_inputs.py), tensors in another order (transformers_order.py).
 """
 
 from __future__ import annotations

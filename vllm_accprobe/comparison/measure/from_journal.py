@@ -23,8 +23,8 @@ from vllm_accprobe.align.tokens import NO_ROWS, RowSet
 from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measured import Part
 from vllm_accprobe.comparison.plan.groups import NONE, Groups
+from vllm_accprobe.comparison.plan.make_plan import Indices
 from vllm_accprobe.comparison.plan.unit import Group, Unit, family
-from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.record_table import LazyTable
 

@@ -8,7 +8,7 @@ rounding; sums in fewer bits are tried on a few numbers, where nothing else fits
 multiplied with one number, so that each rounded result bounds it from both sides, and the intersection is narrow; an
 activation's function is off by its element's relative error. An approximation errs to both sides; a wrong constant does
 not.
-Elsewhere: what the counts say (decided.py).
+Elsewhere: what the counts say (of_machine.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from vllm_accprobe.kernels.float_formats import FORMATS, LOW, half_step
 from vllm_accprobe.opcheck.floors.rounding import steps
 from vllm_accprobe.opcheck.floors.verdict import Verdict
-from vllm_accprobe.opcheck.habits.decided import BINS, Evidence
+from vllm_accprobe.opcheck.machine_precision.of_machine import BINS, Evidence
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import activations, linear, norms, rotary
 from vllm_accprobe.opcheck.references.quantised import weight_of, widened

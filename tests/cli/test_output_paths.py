@@ -10,7 +10,7 @@ from cli.cli_dumps import make
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.cli.places import is_same
+from vllm_accprobe.cli.output_paths import is_same
 
 THEIRS = "name,value\ncosts,12\n"
 

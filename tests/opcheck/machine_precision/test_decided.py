@@ -10,7 +10,7 @@ import torch
 from support.opchecked import rows_of
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.opcheck.habits.decided import (
+from vllm_accprobe.opcheck.machine_precision.of_machine import (
     AWAY,
     NEAREST,
     ZERO,

@@ -7,7 +7,7 @@ import pytest
 from synthetic_model import HEAD, HEADS, VOCAB, capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.judge.shape import RowFacts, sentence
+from vllm_accprobe.judge.error_pattern import RowFacts, sentence
 from vllm_accprobe.kernels.structure import structure
 
 LONG = {"a": [(7 * i) % 60 for i in range(40)], "b": [(5 * i + 3) % 60 for i in range(26)]}

@@ -25,7 +25,7 @@ from vllm_accprobe.opcheck.calls.records import Captured, wanted
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.by_rows import ROWS
-from vllm_accprobe.opcheck.repeat.here import FRESH, FUNCTION, MachineKernels, NotLoaded, function, load_vllm
+from vllm_accprobe.opcheck.repeat.machine_kernels import FRESH, FUNCTION, MachineKernels, NotLoaded, function, load_vllm
 
 _ONE = re.compile(r"(?P<out>out:)?(?P<sizes>scalar|\*?\d+(x\*?\d+)*)\Z")
 _DTYPE = re.compile(r"(?P<name>\w+)(:(?P<below>\d+))?\Z")
