@@ -10,7 +10,6 @@ moment, a full disk is RLIMIT_FSIZE, a terminal is a stream. Not here: processes
 (test_output.py)."""
 
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -29,6 +28,7 @@ from cli.cli_dumps import make
 from dump.dumps import put_event
 from made_folders import folder
 from support.peer_dumps import unpack
+from support.permissions import permissions_count
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe import labels, set_label, set_task_id
@@ -245,26 +245,6 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("a_msprobe_tensor", "a_msprobe_stat"):
         unpack(name, root)
     return root
-
-
-@contextlib.contextmanager
-def permissions_count() -> Iterator[None]:
-    """This thread of root heeds the permissions of its own files: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
-    (capabilities(7)) among the effective capabilities. Nothing to do for anybody else."""
-    if os.geteuid() != 0:
-        yield
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    head, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    assert libc.capget(head, sets) == 0
-    before = sets[0]
-    sets[0] = before & ~0b110
-    assert libc.capset(head, sets) == 0, os.strerror(ctypes.get_errno())
-    try:
-        yield
-    finally:
-        sets[0] = before
-        assert libc.capset(head, sets) == 0
 
 
 @contextlib.contextmanager

@@ -71,13 +71,28 @@ def test_one_setting(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     assert "--no-enable-prefix-caching" not in lines[at + 1]
     assert "--no-enable-prefix-caching" in lines[at + 3]
     assert lines[-4].strip().startswith("accprobe gate 'vllm serve M") or any("--localize" in line for line in lines)
-    runs = starts(place)
+    started, runs = starts(place), starts(place) - 1  # the floor is no run
     assert f"{runs} runs, of 16 combinations" in said.out
     assert runs <= 9
     # Everything is kept: the same command starts nothing.
     assert main(words(place)) == 1
-    assert starts(place) == runs
+    assert starts(place) == started
     assert f"{runs} runs, {runs} of them kept from before, of 16 combinations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "serve", "code", "note"), [
+    ((), SERVE, 0, "floor: everything plain in float16"),
+    (("--no-floor",), SERVE, 1, ""),
+    ((), [*SERVE, "--dtype", "float32"], 1, "note: the plain configuration makes no floor: rounding may be taken"),
+], ids=["floor", "no floor", "float32"])  # fmt: skip
+def test_what_only_rounds_otherwise_is_no_cause(place, monkeypatch, capsys, options, serve, code, note):
+    """A healthy engine whose asynchronous steps round as differently as another dtype does."""
+    fault(monkeypatch, ["!--no-async-scheduling"], ["--dtype=float16"], name="FAKE_ROUNDING")
+    assert main(words(place, *options, serve=serve)) == code
+    assert note in capsys.readouterr().err
+    fault(monkeypatch, [PREFIX])  # beyond it
+    assert main(words(place, *options, "--out", "faulty", serve=serve)) == 1
+    assert "found: prefix caching" in capsys.readouterr().out
 
 
 def test_several_together(place, monkeypatch, capsys):

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cli.cli_dumps import make
-from cli.test_bad_input_table import permissions_count
 from support.peer_dumps import RunsCode, unpack
+from support.permissions import permissions_count
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump

@@ -1,8 +1,8 @@
 """A `vllm` command without vLLM: serves numbers that depend on its own words and environment, as a bad card's would.
 
 FAKE_FAULT: a JSON list of sets, each a list of words or NAME=VALUE; where all of one set are there, log-probabilities
-are off by half a nat. FAKE_DEAD: the same for a server that ends before it serves; FAKE_LOST: for one that ends in the
-middle; FAKE_STARTS: a file that gets a line for each start.
+are off by half a nat. FAKE_ROUNDING: the same, by 0.01 nats up and down; FAKE_DEAD: for a server that ends before it
+serves; FAKE_LOST: for one that ends in the middle; FAKE_STARTS: a file that gets a line for each start.
 """
 
 import json
@@ -46,14 +46,15 @@ def answers(words: list[str]) -> Answer:
             f.write(" ".join(words) + "\n")
     if holds("FAKE_DEAD", words):
         raise Ended(3)
-    bad, lost = holds("FAKE_FAULT", words), holds("FAKE_LOST", words)
+    bad, lost = 0.5 * holds("FAKE_FAULT", words), holds("FAKE_LOST", words)
+    rounds = 0.01 * holds("FAKE_ROUNDING", words)
     asked = [0]
 
     def said(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         asked[0] += bool(body)
         if lost and asked[0] > 3:
             return 0, b""
-        return 200, json.dumps(answer(body, bad) if body else {"version": "0.32.0"}).encode()
+        return 200, json.dumps(answer(body, bad, rounds) if body else {"version": "0.32.0"}).encode()
 
     return said
 
@@ -71,11 +72,10 @@ def main(argv: list[str]) -> None:
         signal.sigwait({signal.SIGTERM})  # a handler that sets an Event can stop within the wait, which has its lock
 
 
-def answer(body: dict[str, Any], bad: bool) -> dict[str, Any]:
+def answer(body: dict[str, Any], bad: float, rounds: float) -> dict[str, Any]:
     """Four tokens, of a prompt of token ids."""
     ids = body["prompt"]
-    off = 0.5 if bad else 0.0
-    chosen = [-0.25 - 0.01 * ((sum(ids) + k) % 7) - off for k in range(4)]
+    chosen = [-0.25 - 0.01 * ((sum(ids) + k) % 7) - bad + rounds * (-1) ** k for k in range(4)]
     tops = [{f"token_id:{100 + k}": v, f"token_id:{200 + k}": v - 2.0} for k, v in enumerate(chosen)]
     choice = {
         "token_ids": [100 + k for k in range(4)], "prompt_token_ids": ids, "finish_reason": "length",
