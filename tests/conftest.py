@@ -78,18 +78,11 @@ class Preloading:
         self._running.close()
 
 
-PRELOADING = pytest.StashKey[Preloading]()
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        config.stash[PRELOADING] = Preloading(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if preloading := session.config.stash.get(PRELOADING, None):
-        preloading.close()
+        # a cleanup: pytest_sessionfinish is not called where another plugin's start fails, and the thread would go on
+        config.add_cleanup(Preloading(config._tmp_path_factory.getbasetemp()).close)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

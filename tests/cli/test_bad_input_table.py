@@ -278,16 +278,20 @@ TABLE += [(command, what) for command, kinds in OTHER_KIND.items() for what in k
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server is started, no disk is measured; and an environment that is the same in all tests, for which what
-    `vllm` is there is found out once."""
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    """No server is started, no disk is measured."""
     monkeypatch.setattr("vllm_accprobe.gate.served_run.ServedRun.__enter__", lambda self: pytest.fail("started"))
     monkeypatch.setattr("vllm_accprobe.doctor.checks.write_rate", lambda *_: (1e9, True))
 
 
+def same_environment(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
+    """So what `vllm` is there is found out once. Not in a fixture: pytest sets the variable anew for the call."""
+    monkeypatch.chdir(there)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+
+
 @pytest.mark.parametrize(("command", "what"), TABLE)
 def test_what_cannot_be_read_is_one_line(command, what, there, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(there)
+    same_environment(monkeypatch, there)
     words = [w.replace("@", what).replace("OUT", str(tmp_path / "out")) for w in READ[command]]
     before = state(there)
     with permissions_count() if what.startswith("locked") else contextlib.nullcontext():
@@ -386,7 +390,7 @@ def begun(out: Path, command: str) -> None:
 
 @pytest.mark.parametrize(("command", "kind"), CELLS)
 def test_trouble_while_writing(command, kind, there, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(there)
+    same_environment(monkeypatch, there)
     typed, most, verdict = WRITE[command] if command in WRITE else (PLACES[command], 0, "")
     words: Callable[[Path], list[str]] = lambda out: [w.replace("OUT", str(out)) for w in shlex.split(typed)]  # noqa: E731
     out, whole = tmp_path / "out", tmp_path / "whole"

@@ -141,13 +141,16 @@ def test_one_object_and_the_same_exit_code(command, places, tmp_path, monkeypatc
     assert got == code or (command in ("doctor", "patches check") and got in (0, 1, 3)), err
     if not fields or (command == "patches check" and got == 3):
         assert out == ""
-        assert len(err.strip().splitlines()) >= 1
+        said = [line for line in err.splitlines() if not line.startswith("note: ")]
+        assert len([line for line in said if line.startswith("accprobe: ")]) == 1, err
         assert "Traceback" not in err
         return
     said = json.loads(out)  # one object, and nothing after it
     assert isinstance(said, dict)
     assert set(fields) <= set(said)
     assert not command.startswith("run") or "mine" in err
+    if command == "opcheck":
+        assert [(w["tap"], w["call"], w["outputs"]) for w in said["wrong"]] == [("bad", 0, 1)]
     if "written" in fields:
         assert said["written"]
         assert all(Path(path).exists() for path in said["written"])

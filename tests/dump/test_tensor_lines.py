@@ -24,11 +24,12 @@ LINES = [
                Payload(0, 64, 24), None, True),
     ),
     (
-        TensorHead("a", "M", "output.0"), 0, 0, 0, None,
-        '{"event":"tensor","tap":"a","class":"M","role":"output.0","rows":null,"row_dim":0,"dtype":"float32",'
+        TensorHead('quo"te\\d', "M", "output.0"), 0, 0, 0, None,
+        '{"event":"tensor","tap":"quo\\"te\\\\d","class":"M","role":"output.0","rows":null,"row_dim":0,"dtype":"float32",'
         '"shape":[2,3],"call":0,"seq":0,"step":0,"hash":"ab","stats":{"count":6,"min":-1.0,"max":2.0,"mean":0.5,'
         '"l2":3.0,"nan":1,"inf":0}}',
-        Record(0, 0, "a", "M", "output.0", 0, 0, "float32", (2, 3), None, 0, STATS, "ab", Layout("replicated"), None),
+        Record(0, 0, 'quo"te\\d', "M", "output.0", 0, 0, "float32", (2, 3), None, 0, STATS, "ab", Layout("replicated"),
+               None),
     ),
     (
         TensorHead("a", "M", "param.w", layout=SHARD.to_event(), sample="cd", once=True), None, 0, 0, Payload(1, 0, 24),

@@ -94,6 +94,18 @@ def test_kill_9_while_writing_then_repair(tmp_path, seed):
     assert {p: p.read_bytes() for p in rank.iterdir()} == before
 
 
+def test_what_was_put_is_on_the_disk_though_nothing_comes_behind_it(tmp_path):
+    """So a kill between steps loses none: nobody closes, nobody flushes."""
+    w = writer(tmp_path / "d")
+    for i in range(7):
+        put(w, str(i), expected(i), "uint8", step=i)
+    end = time.monotonic() + 60
+    while check_all(tmp_path / "d") < 7 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert check_all(tmp_path / "d") == 7
+    w.close("done", {})
+
+
 def test_a_torn_last_line_is_named_and_cut_by_repair(tmp_path):
     root = tmp_path / "d"
     w = writer(root)

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Tree
 from vllm_accprobe.align.tokens import NO_ROWS, RowSet, make_key
-from vllm_accprobe.judge.origins import Influence, find_origins
+from vllm_accprobe.judge.origins import LONG, Influence, Prefixes, find_origins
 from vllm_accprobe.judge.siblings import GAIN
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
@@ -152,6 +152,19 @@ def test_what_is_asked_grows_as_the_taps_do(bad: bool, monkeypatch: pytest.Monke
         found(*flat(n, bad=bad, jump=1 << 30))
         counts.append(asked)
     assert counts[1] < 2.5 * counts[0], counts  # pair by pair it is four times
+
+
+def test_a_list_that_is_another_or_holds_the_place_itself_is_not_gone_on_from() -> None:
+    """A state of another list would blame the wrong place."""
+    traces, _ = flat(3 * LONG, bad=False, jump=1 << 30)
+    sink, first, longer = traces[-1], traces[:LONG], traces[: LONG + 2]
+    known: Prefixes[str] = Prefixes()
+    known.keep(("a",), first, sink, "of the first")
+    known.keep(("c",), first, first[2], "never kept")
+    assert known.begun(("a",), longer, sink) == (LONG, "of the first")
+    for name, sources, place in (("b", longer, sink), ("a", first[:-1], sink), ("a", longer, traces[3]),
+                                 ("a", [traces[0], *traces[2:]], sink), ("c", longer, sink)):  # fmt: skip
+        assert known.begun((name,), sources, place) == (0, None)
 
 
 def tensor(seen, rows, err, vision=False, everywhere=0.0):

@@ -15,6 +15,7 @@ from vllm_accprobe.capture.errcheck.watch import (
     UNKNOWN,
     Alarm,
     Badness,
+    BadnessRule,
     Watch,
     WatchedStep,
     parameters,
@@ -192,6 +193,14 @@ def test_padding_rows_do_not_alarm_and_real_ones_do(deferred: bool) -> None:
         watched = Watched(model, deferred=deferred)
         watched.run(ids, ids, rows=5)
         assert len(watched.alarms) == alarms
+
+
+def test_rule_by_hand() -> None:
+    x = torch.tensor([[1.0, float("nan")], [float("inf"), -torch.finfo(torch.float32).max], [0.0, float("-inf")]])
+    rule = BadnessRule()
+    assert (rule.assess(x, "language"), rule.assess(x, "head")) == (Badness(1, 2, 1), Badness(1, 1, 0))
+    assert rule.elements(x, "language").tolist() == [[False, True], [True, True], [False, True]]
+    assert rule.elements(x, "head").tolist() == [[False, True], [True, False], [False, False]]
 
 
 def test_masks_and_forbidden_tokens_do_not_alarm(deferred: bool) -> None:

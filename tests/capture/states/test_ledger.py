@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.capture.states.ledger import GroupLedger
+from vllm_accprobe.capture.states.ledger import GroupLedger, picked
 from vllm_accprobe.dump.journal import CHANGED, OTHER, STALE
 
 
@@ -31,3 +31,19 @@ def test_cases_are_told_apart(number: int, kind: str) -> None:
     assert (found.kind, found.block) == (kind, 3)
     assert found.other == (5 if kind == OTHER else -1)
     assert ledger.read(0, np.array([3]), numbers(number)) == []  # said once
+
+
+def test_each_block_has_its_turn() -> None:
+    blocks = np.arange(100)
+    turns = [picked(blocks, step, 2, 16) for step in range(16)]
+    assert sorted(np.concatenate(turns).tolist()) == blocks.tolist()
+    assert picked(blocks, 0, 3, 16).tolist() == turns[1].tolist()  # layers take different ones
+
+
+def test_events_are_the_last_ones_since_a_write() -> None:
+    ledger = filled()
+    for step in range(9):
+        ledger.happened([3], step, "prefix hit")
+    assert [step for step, _ in ledger.events[3]] == list(range(3, 9))
+    ledger.written_by(np.array([3]), 0, 9, 5, 5)
+    assert 3 not in ledger.events

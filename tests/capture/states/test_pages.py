@@ -6,7 +6,7 @@ import torch
 import xxhash
 from support.blocks import bytes_of, word_sums
 
-from vllm_accprobe.capture.states.ledger import Pages, UnknownLayout, tensors_of
+from vllm_accprobe.capture.states.ledger import Pages, UnknownLayout, odd_weights, tensors_of
 
 BLOCKS = 6
 
@@ -62,6 +62,12 @@ def test_torchs_sums_are_numpys_definition(caches: list[torch.Tensor]) -> None:
     pages.sums(torch.arange(BLOCKS), out)
     words = np.stack([np.frombuffer(bytes_of(pages, b), np.int32) for b in range(BLOCKS)])
     assert out.numpy().view(np.uint64).tolist() == word_sums(words).tolist()
+
+
+def test_words_that_change_places_change_the_sum() -> None:
+    words = np.arange(1, 9, dtype=np.int32)[None]
+    assert word_sums(words) != word_sums(words[:, ::-1])
+    assert (odd_weights(0, 1000) & np.uint64(1)).all()  # so that any one changed word changes it, whatever its bits
 
 
 def test_kernel_blocks_are_parts_of_the_schedulers() -> None:
