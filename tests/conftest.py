@@ -40,7 +40,7 @@ TOGETHER = {
 
 KINDS: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV}
 """Kind of a process that has imported vLLM → its environment: ``v2``, in which the V2 runner is on."""
-IMPORTED_S = 300
+IMPORTED_S = 600
 
 
 def _preload(folder: Path, kind: str, until: ExitStack) -> Path:
