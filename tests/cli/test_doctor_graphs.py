@@ -77,6 +77,8 @@ def test_taps_that_change_the_result_are_exit_code_1(typed: Typed, monkeypatch: 
 def test_a_server_is_asked_and_ended(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "vllm").write_text(f"#!{sys.executable}\n{SERVER}")
     (tmp_path / "vllm").chmod(0o700)
+    (tmp_path / "MODEL").mkdir()
+    (tmp_path / "MODEL/config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a secret"}\n{"token_ids": [5, 6]}\n"plain text"\n')
     words = ("doctor", "--graphs", "--prompts", "prompts.jsonl", "--max-tokens", "3", "--")
     words += ("./vllm", "serve", "MODEL", "--api-key=k")

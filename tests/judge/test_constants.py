@@ -27,7 +27,7 @@ BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they
     "origins.py": {64, 20, 32, 16},
     "near_ties.py": {64, 12, 3},
     "tensor_errors.py": {1e-300, 3, 4, 5},
-    "shape.py": {3},
+    "error_pattern.py": {3},
     "ours.py": {3.0, 20},
 }
 PLAIN = {0, 1, 2, 0.5}

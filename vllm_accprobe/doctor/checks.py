@@ -56,7 +56,8 @@ def examine(environ: Mapping[str, str] | None = None, *, quick: bool = False, ti
     environ = os.environ if environ is None else environ
     found = vllm_distribution()
     have_vllm = all(f.level != ERROR for f in found)
-    found += [*vllm_command(environ), *requirements(), *compiled_loops(), *entry_points(), *allowlist(environ)]
+    found += [*vllm_command(environ), *requirements(), *([] if quick else compiled_loops()), *entry_points()]
+    found += allowlist(environ)
     if have_vllm and quick:
         found.append(Finding(WARNING, "hook points", "not checked (--quick)"))
     elif have_vllm:
