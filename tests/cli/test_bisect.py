@@ -89,7 +89,9 @@ def test_what_only_rounds_otherwise_is_no_cause(place, monkeypatch, capsys, opti
     """A healthy engine whose asynchronous steps round as differently as another dtype does."""
     fault(monkeypatch, ["!--no-async-scheduling"], ["--dtype=float16"], name="FAKE_ROUNDING")
     assert main(words(place, *options, serve=serve)) == code
-    assert note in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert note in said.err
+    assert ("batching and rounding explain what the command differs by (" in said.out) == (not code)
     fault(monkeypatch, [PREFIX])  # beyond it
     assert main(words(place, *options, "--out", "faulty", serve=serve)) == 1
     assert "found: prefix caching" in capsys.readouterr().out

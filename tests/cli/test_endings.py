@@ -209,3 +209,20 @@ def test_anything_else_is_said_as_ever() -> None:
     finally:
         sys.unraisablehook = before
     assert [lost.exc_type for lost in seen] == [ValueError]
+
+
+@pytest.mark.parametrize(("seconds", "ended", "removed"), [(60.0, 143, ["what is temporary"]), (0.0, 129, [])])
+def test_two_signals_of_one_end_do_not_cut_short_what_the_first_unwinds(seconds, ended, removed, monkeypatch):
+    monkeypatch.setattr(endings, "_TOGETHER_S", seconds)
+    done: list[str] = []
+
+    def ended_twice() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            done.append("what is temporary")
+
+    with endings.unwinding(), pytest.raises(endings.CommandTerminated) as end:
+        ended_twice()
+    assert (end.value.code, done) == (ended, removed)

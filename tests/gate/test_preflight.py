@@ -18,6 +18,7 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect import edits
 from vllm_accprobe.gate.bisect.edits import ServeCommand
+from vllm_accprobe.gate.sending.client import NotServed
 
 CONFIG = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 4}
 ARGS = 'class EngineArgs:\n    max_model_len: int\n    port: int\n    parser.add_argument("--kv-cache-memory-bytes")\n'
@@ -54,6 +55,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable} -S\nopen('started', 'w').close()\nraise SystemExit(3)\n")
     program.chmod(0o755)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
     for name, value in (("PATH", f"{program.parent}:/usr/bin:/bin"), ("PYTHONPATH", str(a_vllm(tmp_path / "site"))),
                         ("PYTHONNOUSERSITE", "1"), ("HF_ENDPOINT", "none"), ("HF_HOME", "hub")):  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -92,6 +95,8 @@ FAULTS = {
     (*GATE, "vllm serve ./none", "--out", "o"): "mine: ./none does not exist: write the path",
     (*GATE, "HF_HUB_OFFLINE=1 vllm serve org/none", "--out", "o"):
         "mine: org/none is not a folder on this machine, HF_HUB_OFFLINE=1",
+    (*GATE, "TRANSFORMERS_OFFLINE=true HF_ENDPOINT=http://127.0.0.1:{hub} vllm serve org/none", "--out", "o"):
+        "TRANSFORMERS_OFFLINE=true forbids downloading it",
     (*GATE, "HF_ENDPOINT=http://127.0.0.1:{hub} vllm serve org/none", "--out", "o"):
         "has no such model (HTTP 401), and hub/hub/models--org--none does not exist: give the path",
     ("golden", "make", "HF_ENDPOINT=http://127.0.0.1:{closed} vllm serve nomodel", "--out", "o.golden"):
@@ -156,6 +161,33 @@ def test_what_the_hub_may_have_is_started(ports: dict[str, int]) -> None:
     hub = f"http://127.0.0.1:{ports['hub']}"
     assert [preflight._hub_lacks(hub, *of) for of in (("org/public", False), ("org/none", True))] == ["", ""]
     assert preflight._hub_lacks(hub, "org/none", False)
+
+
+def serve(hub: int, name: str = "org/none", **environ: str) -> ServeCommand:
+    return edits.command(["vllm serve " + name], os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub}"} | environ)
+
+
+@pytest.mark.parametrize("environ", [
+    {"HUGGINGFACE_HUB_CACHE": "$PWD/kept"}, {"HF_TOKEN_PATH": "m/config.json"}, {"VLLM_MODEL_REDIRECT_PATH": "m"},
+    {"HF_ENDPOINT": "http://127.0.0.1:{closed}", "all_proxy": "socks5://127.0.0.1:{closed}"},
+    {"HF_ENDPOINT": "http://me:secret@127.0.0.1:{closed}"},
+])  # fmt: skip
+def test_what_vllm_may_have_from_elsewhere_is_no_fault(
+    environ: dict[str, str], here: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "kept" / "models--org--none").mkdir(parents=True)
+    monkeypatch.setenv("PWD", str(here))
+    with pytest.raises(NotServed, match="no such model"):
+        preflight._check_hub("org/none", serve(ports["hub"]), True)
+    found = {name: value.format(**ports) for name, value in environ.items()}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    preflight._check_hub("org/none", serve(ports["hub"], **found), True)
+
+
+def test_an_endpoint_may_end_with_a_slash(here: Path, ports: dict[str, int]) -> None:
+    endpoint = f"http://127.0.0.1:{ports['hub']}/"
+    preflight._check_hub("org/public", serve(0, "org/public", HF_ENDPOINT=endpoint), True)
 
 
 def test_a_name_of_the_hub_that_resembles_a_folder_here_is_started(here: Path, capsys: Any) -> None:

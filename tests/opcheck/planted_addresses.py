@@ -55,7 +55,7 @@ def assigned(y: Any, at: Any, value: Any) -> Any:
     return out
 
 
-def norm_of_a_view(first: int, layout: str = "") -> Call:
+def norm_of_a_view(first: int, layout: str = "", epsilon: float = EPS) -> Call:
     """q's or k's norm by heads, whose kernel takes the rows of qkv for rows without gaps. first: the view's head;
     layout: "strides" were captured, or the "memory" is known as well; "offset": that alone is not added."""
     heads, tokens, whole = HEADS if not first else KV, 40, HEADS + 2 * KV
@@ -65,12 +65,12 @@ def norm_of_a_view(first: int, layout: str = "") -> Call:
     read = memory[:, :heads].double() if layout == "offset" else read
     weight = drawn(4, HEAD) + 2.0
     call = Call("layers.0.self_attn.q_norm", "RMSNorm", {"x": view.contiguous()}, params={"weight": weight},
-                attrs={"variance_epsilon": EPS}, parent={"num_heads": HEADS, "num_kv_heads": KV})  # fmt: skip
+                attrs={"variance_epsilon": epsilon}, parent={"num_heads": HEADS, "num_kv_heads": KV})  # fmt: skip
     known = memory.flatten() if layout in ("memory", "offset") else None
     found = view_of(view.shape, view.stride(), view.storage_offset(), known)
     if layout and found is not None:
         call = replace(call, views={"inputs.x": found}, parent={})
-    return with_output(call, F.rms_norm(read, (HEAD,), weight.double(), EPS))
+    return with_output(call, F.rms_norm(read, (HEAD,), weight.double(), epsilon))
 
 
 def as_contiguous(call: Call, place: str, view: Any, y: Callable[[Any], Any], begin: int | None = None) -> Call:
@@ -304,6 +304,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "q read without gaps": (lambda: norm_of_a_view(0), "view_read_as_contiguous"),
     "k read without gaps": (lambda: norm_of_a_view(HEADS), "view_read_as_contiguous"),
     "k by its strides": (lambda: norm_of_a_view(HEADS, "strides"), "strides_ignored"),
+    "k, of any scale": (lambda: norm_of_a_view(HEADS, "strides", 0.0), "strides_ignored"),
     "k in known memory": (lambda: norm_of_a_view(HEADS, "memory"), "strides_ignored"),
     "k without its offset": (lambda: norm_of_a_view(HEADS, "offset"), "offset_ignored"),
     "half of each row": (lambda: product_of(drawn(1, 24, 2, WIDTH)[:, 0]), "strides_ignored"),

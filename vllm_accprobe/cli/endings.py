@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 class CommandInterrupted(Exception):
@@ -29,7 +31,10 @@ class CommandInterrupted(Exception):
 
 
 class CommandTerminated(SystemExit):
-    """SIGTERM or SIGHUP ended a command. code: the exit code, as without us."""
+    """SIGTERM or SIGHUP ended a command. code: the exit code, as without us. last: when one was raised that was not
+    lost, by time.monotonic()."""
+
+    last: ClassVar[float] = -math.inf
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,15 @@ def interrupted(words: Sequence[str], code: int = 130) -> str:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP raise CommandTerminated, but one that is ignored (nohup) stays so."""
+    """While it lasts, SIGTERM and SIGHUP raise CommandTerminated, but one that is ignored (nohup) stays so. What comes
+    within a second more does not cut short what the first one unwinds: systemd sends both, a terminal SIGHUP twice."""
 
     def end(number: int, _: object) -> None:
-        raise CommandTerminated(128 + number)
+        if time.monotonic() - CommandTerminated.last >= _TOGETHER_S:
+            CommandTerminated.last = time.monotonic()
+            raise CommandTerminated(128 + number)
 
+    CommandTerminated.last = -math.inf
     main = threading.current_thread() is threading.main_thread()
     ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) is signal.SIG_DFL]
     for number in ours:
@@ -94,6 +103,8 @@ def unwinding() -> Iterator[None]:
 
 _MOMENT_S = 0.05
 """Long enough for a callback to end, too short to be felt."""
+_TOGETHER_S = 1.0
+"""Chosen: a later signal is of somebody who insists."""
 
 
 @contextlib.contextmanager
@@ -105,6 +116,7 @@ def insisting() -> Iterator[None]:
         if not issubclass(lost.exc_type, (KeyboardInterrupt, CommandTerminated)):
             before(lost)
             return
+        CommandTerminated.last = -math.inf
         number = lost.exc_value.code - 128 if issubclass(lost.exc_type, CommandTerminated) else signal.SIGINT
         timer = threading.Timer(_MOMENT_S, _thread.interrupt_main, [number])
         timer.daemon = True

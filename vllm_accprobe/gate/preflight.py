@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -122,7 +123,8 @@ def meant(model: str | None) -> str:
 
 _NEAR = 0.8
 """Chosen: difflib's ratio of a name to what was meant, a letter or two apart."""
-_OFFLINE = "HF_HUB_OFFLINE"
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""huggingface_hub's (constants.py): the first that is set counts; so are the other names here."""
 _HUB_S = 5.0
 """Chosen: seconds for one answer of the hub; vLLM tries for a minute."""
 
@@ -132,18 +134,25 @@ def _check_hub(model: str | None, command: ServeCommand, reached: bool) -> None:
     model. reached: the server is known to be vLLM, which would send this request, too."""
     environ = command.full()
     elsewhere = any(command.get(name) is not None for name in ("--download-dir", "--hf-config-path"))
-    elsewhere |= environ.get("VLLM_USE_MODELSCOPE", "0") != "0"
+    elsewhere |= environ.get("VLLM_USE_MODELSCOPE", "0") != "0" or bool(environ.get("VLLM_MODEL_REDIRECT_PATH"))
     if elsewhere or not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model or "") or Path(str(model)).exists():
         return
-    home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
-    kept = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{str(model).replace('/', '--')}")
+
+    def place(*names: str, otherwise: str) -> str:
+        return os.path.expandvars(os.path.expanduser(next(filter(None, map(environ.get, names)), otherwise)))
+
+    home = place("HF_HOME", otherwise=f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface")
+    cache = place("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", otherwise=f"{home}/hub")
+    kept = Path(cache, f"models--{str(model).replace('/', '--')}")
     if kept.is_dir():
         return
-    why = f"{_OFFLINE}=1 forbids downloading it" if environ.get(_OFFLINE) == "1" else ""
+    name = next((name for name in _OFFLINE if environ.get(name)), "")
+    value = environ.get(name, "")
+    why = f"{name}={value} forbids downloading it" if value.upper() in ("1", "ON", "YES", "TRUE") else ""
     if not why and reached and not any(name.lower().endswith("_proxy") for name, _ in command.environ):
         tokens = environ.get("HF_TOKEN"), environ.get("HUGGING_FACE_HUB_TOKEN"), command.get("--hf-token")
-        why = _hub_lacks(environ.get("HF_ENDPOINT") or "https://huggingface.co", str(model),
-                         any(tokens) or Path(home, "token").exists())  # fmt: skip
+        token = any(tokens) or Path(place("HF_TOKEN_PATH", otherwise=f"{home}/token")).exists()
+        why = _hub_lacks((environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"), str(model), token)
     if why:
         todo = meant(model) or "give the path of the model's folder"
         raise NotServed(f"{model} is not a folder on this machine, {why}, and {kept} does not exist: {todo}")
@@ -152,13 +161,14 @@ def _check_hub(model: str | None, command: ServeCommand, reached: bool) -> None:
 @functools.lru_cache(maxsize=8)
 def _hub_lacks(endpoint: str, model: str, token: bool) -> str:
     """Why a model cannot be downloaded; "" where it can be, or that is not known. token: there is one, which is not
-    used here, and whose owner may see more models."""
+    used here, and whose owner may see more models. A password in the endpoint is neither sent nor shown, and of a proxy
+    only answers count: vLLM's clients know kinds that this one does not (SOCKS)."""
     import ssl
     from http.client import HTTPException
     from urllib.error import HTTPError
-    from urllib.request import urlopen
+    from urllib.request import getproxies, urlopen
 
-    if not endpoint.startswith(("http://", "https://")):
+    if not endpoint.startswith(("http://", "https://")) or "@" in endpoint:
         return ""
     try:
         with urlopen(f"{endpoint}/api/models/{model}", timeout=_HUB_S):
@@ -167,7 +177,8 @@ def _hub_lacks(endpoint: str, model: str, token: bool) -> str:
         return f"{endpoint} has no such model (HTTP {e.code})" if e.code in (401, 404) and not token else ""
     except (OSError, HTTPException, ValueError) as e:
         why = getattr(e, "reason", e)
-        return "" if isinstance(why, (ssl.SSLError, TimeoutError)) else f"{endpoint} cannot be reached ({why})"
+        unknown = isinstance(why, (ssl.SSLError, TimeoutError)) or getproxies()
+        return "" if unknown else f"{endpoint} cannot be reached ({why})"
 
 
 def _knows(package: Path, command: ServeCommand) -> bool:

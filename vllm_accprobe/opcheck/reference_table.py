@@ -142,7 +142,7 @@ class References:
         """What the device where the tensors of ``call`` lie makes of it, by role, or why nothing, each input in its
         captured layout. Never raises."""
         found = self._kernels.find(call.cls)
-        return found if isinstance(found, Declined) else _outputs(found, laid_out(call))
+        return found if isinstance(found, Declined) else _outputs(lambda c: found(laid_out(c)), call)
 
 
 PARTS_ALONE = "only what its parts received was checked"

@@ -590,6 +590,8 @@ def _bisect_lines_headline(found: Found) -> str:
     bad = found.bad
     far = f" ({num(bad.size)} nats from golden)" if bad is not None and bad.size else ""
     if found.verdict == "same":
+        if far:
+            return f"no cause is searched: batching and rounding explain what the command differs by{far}"
         return "nothing differs: the command gives what golden gives, so nothing among these settings makes it"
     if found.verdict == "elsewhere":
         plain = "" if found.plain is None else f" ({num(found.plain.size)} nats)"

@@ -144,8 +144,8 @@ def _read_at(
     trial: Trial, place: str, x: Any, lies: MemoryLayout, stride: Sequence[int], begin: int
 ) -> Any:  # fmt: skip
     """The call, or its outputs, with an input read at another stride and offset. The call's other views of that shape
-    of storage are taken to lie in it. What is not known of it is tried as two numbers: an output that differs between
-    them has no expected value."""
+    of storage are taken to lie in it. What is not known of it is tried as two numbers each, in neither the same ratio
+    (norms) nor the same order (choices): an output that differs between them has no expected value."""
     tensors = _tensors(trial.call)
     others = [(tensors[p], v) for p, v in trial.call.views.items()
               if p != place and v.stride[0] == lies.stride[0] and v.offset != lies.offset
@@ -155,8 +155,8 @@ def _read_at(
         return _with_input(trial.call, place, read)
     decline_if(not x.is_floating_point() or x.element_size() < 2 or not known.any(), "its memory is not known")
     wide = x.double().abs()
-    one, two = (trial.evaluate(_with_input(trial.call, place, torch.where(known, read, (k * wide + k).to(x.dtype))))
-                for k in (1, 2))  # fmt: skip
+    one, two = (trial.evaluate(_with_input(trial.call, place, torch.where(known, read, unknown.to(x.dtype))))
+                for unknown in (wide + 1.0, -2.0 * wide.flip(-1) - 3.0))  # fmt: skip
     return {role: _where_equal(trial, role, e, two[role]) for role, e in one.items() if role in trial.roles()}
 
 
