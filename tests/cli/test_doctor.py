@@ -20,6 +20,6 @@ def test_what_would_go_wrong_is_exit_code_1(typed: Typed, tmp_path: Path) -> Non
     done = typed("doctor", "--quick", VLLM_PLUGINS="other", VLLM_ACCPROBE_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "error    VLLM_PLUGINS" in done.stdout
-    assert " compiled loops " in done.stdout
+    assert " compiled loops " not in done.stdout  # compiling them takes a second
     assert "→ VLLM_PLUGINS=other,accprobe, or unset it" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("a capture would NOT work: 1 error")
