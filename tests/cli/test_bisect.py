@@ -97,6 +97,22 @@ def test_what_only_rounds_otherwise_is_no_cause(place, monkeypatch, capsys, opti
     assert "found: prefix caching" in capsys.readouterr().out
 
 
+def test_a_floor_that_is_wrong_excuses_nothing(place, monkeypatch, capsys):
+    """Plain in float16 is broken: the next dtype is the floor, and where all of them are, nothing is judged."""
+    fault(monkeypatch, [PREFIX])
+    fault(monkeypatch, ["--dtype=float16"], name="FAKE_BROKEN")
+    assert main(words(place, "--json")) == 1
+    result = found(capsys)
+    assert [s["name"] for s in result["causes"][0]["settings"]] == ["prefix caching"]
+    assert result["floors"] == [{"name": "everything plain in float32", "distance": 0.0}]
+    fault(monkeypatch, ["--dtype=float16"], ["--dtype=float32"], name="FAKE_BROKEN")
+    assert main(words(place, "--json", "--out", "all")) == 3
+    result = found(capsys)
+    assert result["verdict"] is None
+    assert "golden and everything plain in float16 differ by 5 nats" in result["why"]
+    assert [round(one["distance"]) for one in result["floors"]] == [5, 5]
+
+
 def test_several_together(place, monkeypatch, capsys):
     names = {"prefix caching", "chunked prefill", "block size"}
     fault(monkeypatch, [PREFIX, CHUNKS, BLOCK])

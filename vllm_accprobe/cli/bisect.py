@@ -71,7 +71,7 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     output_paths.check(out, {})
     target = edits.command(what.command, os.environ)
     checked(target)
-    floors = [replies.read(Path(path)) for path in what.floor]
+    floors = [trials.TrialFloor(path, replies.read(Path(path))) for path in what.floor]
     vendors = edits.read_vendor(what.switches, target) if what.switches else ()
     plain = options.pairs(what.plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
     prompts, folder = _prompts(what.golden, what.prompts or "", serving)
@@ -116,7 +116,9 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
         return trier.line(found, cause, what)
 
     results = found, trier.rows, trier.seconds, line
-    report(as_json, servers.bisect_json(*results), servers.bisect_lines(*results))
+    fields = servers.bisect_json(*results)
+    fields["floors"] = [{"name": name, "distance": size} for name, size in trier.floor_sizes]
+    report(as_json, fields, servers.bisect_lines(*results))
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
 
 

@@ -165,11 +165,13 @@ def compare(what: Any, sending: SendSettings, kept: KeptServers | None = None) -
     made = made if servers.sides else sent_floors()
     try:
         result = gating.compare(
-            first, second, [sent for sent, _ in made], gating.RATE if what.rate is None else what.rate
-        )
+            first, second, [sent for sent, _ in made], gating.RATE if what.rate is None else what.rate,
+            names=[name for _, name in made],
+        )  # fmt: skip
     except gating.GateError as e:
         raise NothingThere(f"{e} ({first.path}, {second.path})") from None
-    return Opened(first, second, tuple(sent for sent, _ in made), tuple(name for _, name in made), result)
+    used = [made[i] for i in result.kept]
+    return Opened(first, second, tuple(sent for sent, _ in used), tuple(name for _, name in used), result)
 
 
 _LEAST_GB = 0.1
@@ -189,11 +191,12 @@ def _own_floor(
     golden: ServerSide, mine: ServerSide, dtype: str, out: Path, sending: SendSettings, first: Sent,
     environ: dict[str, str],
 ) -> list[tuple[Sent, str]]:  # fmt: skip
-    """Golden's command in another dtype, the first that its server takes, and its name; [] where it takes none."""
+    """Golden's command in another dtype, the first that its server takes, and its name; [] where it takes none. One
+    that is further away than rounding explains only where no other is nearer: the gate says so."""
     selected = [dtype] if dtype else sides.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
-    refused = []
+    refused, far = [], []
     for i, one in enumerate(selected):
-        side = ServerSide(COMMAND, sides.command(golden.text, one))
+        name, side = f"golden's command with --dtype={one}", ServerSide(COMMAND, sides.command(golden.text, one))
         try:
             sent = sides.made(
                 "floor 0", side, out / f"floor-{i}", sending, first, bars(sending), environ, KeptServers()
@@ -201,9 +204,14 @@ def _own_floor(
         except NotServed as e:
             refused.append(f"{one}: {e}")
             continue
-        if gating.has_numbers(first, sent):
-            return [(sent, f"golden's command with --dtype={one}")]
-        refused.append(f"{one}: it answers with no numbers")
+        if not gating.has_numbers(first, sent):
+            refused.append(f"{one}: it answers with no numbers")
+        elif gating.beyond_rounding(first, sent, name):
+            far.append((sent, name))
+        else:
+            return [(sent, name)]
+    if far:
+        return far
     if dtype:
         raise sides.SideError(f"--floor-dtype {refused[0]}")
     to_stderr(f"note: golden's command makes no floor ({'; '.join(refused)})")

@@ -1,7 +1,7 @@
 """A `vllm` command without vLLM: serves numbers that depend on its own words and environment, as a bad card's would.
 
 FAKE_FAULT: a JSON list of sets, each a list of words or NAME=VALUE; where all of one set are there, log-probabilities
-are off by half a nat. FAKE_ROUNDING: the same, by 0.01 nats up and down; FAKE_DEAD: for a server that ends before it
+are off by half a nat. FAKE_ROUNDING: the same, by 0.01 nats up and down; FAKE_BROKEN: by 5; FAKE_DEAD: for a server that ends before it
 serves; FAKE_LOST: for one that ends in the middle; FAKE_STARTS: a file that gets a line for each start.
 """
 
@@ -47,7 +47,7 @@ def answers(words: list[str]) -> Answer:
     if holds("FAKE_DEAD", words):
         raise Ended(3)
     bad, lost = 0.5 * holds("FAKE_FAULT", words), holds("FAKE_LOST", words)
-    rounds = 0.01 * holds("FAKE_ROUNDING", words)
+    rounds = 0.01 * holds("FAKE_ROUNDING", words) + 5.0 * holds("FAKE_BROKEN", words)
     asked = [0]
 
     def said(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -76,7 +76,7 @@ def answer(body: dict[str, Any], bad: float, rounds: float) -> dict[str, Any]:
     """Four tokens, of a prompt of token ids."""
     ids = body["prompt"]
     chosen = [-0.25 - 0.01 * ((sum(ids) + k) % 7) - bad + rounds * (-1) ** k for k in range(4)]
-    tops = [{f"token_id:{100 + k}": v, f"token_id:{200 + k}": v - 2.0} for k, v in enumerate(chosen)]
+    tops = [{f"token_id:{100 * (i + 1) + k}": v - 2.0 * i for i in range(6)} for k, v in enumerate(chosen)]
     choice = {
         "token_ids": [100 + k for k in range(4)], "prompt_token_ids": ids, "finish_reason": "length",
         "logprobs": {"token_logprobs": chosen, "top_logprobs": tops},

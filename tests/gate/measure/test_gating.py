@@ -10,7 +10,7 @@ from made_folders import Fault, folder
 from vllm_accprobe.gate.measure import conditions, token_gaps
 from vllm_accprobe.gate.measure.gating import Gate, GateError, compare, has_numbers
 from vllm_accprobe.gate.sending import replies
-from vllm_accprobe.gate.sending.replies import Reply
+from vllm_accprobe.gate.sending.replies import Reply, Sent
 from vllm_accprobe.report import servers
 
 
@@ -165,6 +165,30 @@ def test_what_is_no_number_never_passes(tmp_path: Path) -> None:
     said = compare(left, right, [bad])
     assert said.floors == ()
     assert "floor 0 is left out: it has no numbers for some tokens" in said.notes
+
+
+def test_a_floor_that_rounding_does_not_explain_excuses_nothing(tmp_path: Path) -> None:
+    """Mine is 1 nat off in all, the floor 5. Beyond it, within golden's own batching, and with another floor, there is
+    a verdict."""
+
+    def side(name: str, seed: int, off: float = 0.0, **more: Any) -> Sent:
+        fault = (lambda length, k, index: off) if off else None
+        made = folder(tmp_path / name, seed, noise=0.0, prompts=24, forced="accprobe", fault=fault, **more)
+        return replies.read(made)
+
+    golden, wrong, right = side("g", 1, own=0.02), side("w", 2, 5.0), side("r", 3, own=0.02)
+    doubted = compare(golden, side("off", 4, 1.0), [wrong], names=["plain in float16"])
+    assert (doubted.verdict, doubted.p, doubted.times) == (None, None, None)
+    assert "golden and plain in float16 differ by 4." in (doubted.why or "")
+    assert "one of them is wrong; what differs by less cannot be judged" in servers.gap_lines(doubted)[0]
+    assert servers.gap_json(doubted)["floors"][0]["distance"] > 4
+    assert compare(golden, side("far", 5, 40.0), [wrong]).verdict == "fail"
+    assert compare(golden, golden, [wrong]).verdict == "pass"
+    both = compare(golden, side("off2", 6, 1.0), [wrong, right])
+    assert (both.verdict, both.kept) == ("fail", (1,))
+    fine = compare(golden, side("fine", 7, own=0.02), [wrong, right])
+    assert fine.verdict == "pass"
+    assert any(note.startswith("left out: golden and floor 0 differ by") for note in fine.notes)
 
 
 def test_without_a_floor_there_is_no_verdict(tmp_path: Path) -> None:

@@ -253,10 +253,18 @@ def rate_each(trials: int, prompts: int, rate: float = RATE) -> float:
     return min(rate, max(rate / max(trials, 1), 2.0 * 0.5**prompts, DRAWN))
 
 
-def judge(golden: Sent, mine: Sent, floors: Sequence[Sent] = ()) -> TrialGate:
-    """Two folders of the same two arrivals. floors: servers that are known to be right."""
+@dataclass(frozen=True)
+class TrialFloor:
+    """A server that is known to be right."""
+
+    name: str
+    sent: Sent = field(repr=False)
+
+
+def judge(golden: Sent, mine: Sent, floors: Sequence[TrialFloor] = ()) -> TrialGate:
+    """Two folders of the same two arrivals."""
     try:
-        gate = gating.compare(golden, mine, floors, power=False)
+        gate = gating.compare(golden, mine, [f.sent for f in floors], power=False, names=[f.name for f in floors])
     except gating.GateError as e:
         return TrialGate(0.0, 1.0, 0, str(e))
     if gate.p is None:
@@ -306,7 +314,7 @@ class Trier:
     rate: float
     share: float
     say: Callable[[str], None] = lambda line: None
-    floors: list[Sent] = field(default_factory=list)
+    floors: list[TrialFloor] = field(default_factory=list)
     own_floor: bool = True
     rows: list[TrialRow] = field(default_factory=list)
     expected: int = 0
@@ -383,6 +391,12 @@ class Trier:
         return self.made(configurations[what]).line()
 
     @property
+    def floor_sizes(self) -> list[tuple[str, float]]:
+        """Each floor's name and distance from golden, in nats."""
+        golden = self.golden
+        return [] if golden is None else [(f.name, gating.apart(golden, f.sent)[0]) for f in self.floors]
+
+    @property
     def seconds(self) -> float:
         """Of all that was run for this, now or before."""
         return self._floor_s + sum(row.tried.seconds for row in self.rows)
@@ -418,16 +432,24 @@ class Trier:
         from vllm_accprobe.gate import sides
 
         line = shlex.join(self._plain.words)
-        refused = []
+        refused, far = [], []
         for dtype in sides.candidates(line, None) if sides.of_command(line) != "float32" else []:
             tried = self.trials.run(self._plain.edited([Edit(drop=("--dtype",), add=(f"--dtype={dtype}",))]))
             self._floor_s += tried.seconds
             sent = None if tried.sent is None else replies.read(tried.sent)
             if sent is not None and gating.has_numbers(golden, sent):
-                self.floors = [sent]
-                self.say(f"floor: everything plain in {dtype}; {'kept' if tried.kept else f'{tried.seconds:.0f} s'}")
-                return
+                floor = TrialFloor(f"everything plain in {dtype}", sent)
+                why = gating.beyond_rounding(golden, sent, floor.name)
+                self.say(f"floor: {why or floor.name}; {'kept' if tried.kept else f'{tried.seconds:.0f} s'}")
+                if why is None:
+                    self.floors = [floor]
+                    return
+                far.append(floor)
+                continue
             refused.append(f"{dtype}: {tried.why or 'it answers with no numbers'}")
+        if far:  # no command is judged by them, unless it is further away than they are
+            self.floors = far
+            return
         why = f" ({'; '.join(refused)})" if refused else ""
         self.say(f"note: the plain configuration makes no floor{why}: rounding may be taken for an error")
 

@@ -80,7 +80,7 @@ def gaps(golden: Reply, mine: Reply) -> tuple[list[TokenGap], int, str | None]:
     first, cached = len(golden.prompt_token_ids), bool(golden.cached) or bool(mine.cached)
     length = first + len(ours) if scored else first
     for k in range(n):
-        a, b = _known(golden.top[k]), _known(mine.top[k])
+        a, b = known(golden, k), known(mine, k)
         apart = ours[k] != theirs[k]
         flipped = apart or _best(golden, k) != _best(mine, k)
         chosen = {ours[k], theirs[k]}
@@ -96,8 +96,10 @@ def gaps(golden: Reply, mine: Reply) -> tuple[list[TokenGap], int, str | None]:
     return found, 0, None
 
 
-def _known(top: tuple[list[int] | None, list[float]]) -> dict[int, float]:
-    ids, values = top
+def known(reply: Reply, k: int) -> dict[int, float]:
+    """What a reply lists for its token ``k``, without what is minus infinity."""
+    assert reply.top is not None
+    ids, values = reply.top[k]
     return {i: v for i, v in zip(ids or (), values, strict=False) if v > CLIPPED}
 
 
