@@ -24,7 +24,11 @@ signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 print("ready", flush=True)
 while not told:
     time.sleep(0.01)
-time.sleep(writes)
+until = time.monotonic() + writes
+while time.monotonic() < until:
+    time.sleep(0.1)
+    if then != "stalls":
+        journal.append(b"{}\\n")
 journal.close()
 while then == "hangs":
     time.sleep(1)
@@ -79,6 +83,21 @@ def test_a_front_end_waits_while_a_dump_is_written(tmp_path, monkeypatch, root, 
         assert not writing(tmp_path / "d")
     finally:
         engine.kill()
+
+
+@pytest.mark.parametrize(("then", "most", "closed"), [("ends", 60.0, True), ("ends", 1.0, False), ("stalls", 60.0, False)])
+def test_a_dump_that_grows_is_waited_for_and_not_for_ever(tmp_path, monkeypatch, then, most, closed):
+    for name, value in {"SETTLE_S": 0.2, "GRACE_S": 1.0, "MOST_S": most}.items():
+        monkeypatch.setattr(journal_writer, name, value)
+    for wait in (lambda procs, root: journal_writer.end(procs, 0.0, root), journal_writer.settle):
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        engine = Engine(root, 3.0, then)
+        try:
+            engine.terminate()
+            wait([engine], str(root))
+            assert writing(root) is not closed
+        finally:
+            engine.kill()
 
 
 @pytest.mark.parametrize("newer", [False, True])

@@ -295,6 +295,39 @@ def test_an_error_of_ours_is_said_and_the_producer_is_not_held_up(tmp_path, monk
     assert dump.records == []
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_close_goes_on_while_bytes_are_written(tmp_path, monkeypatch, moves):
+    """A starved machine: each batch takes half of the time that a close waits without progress, all of them more."""
+    put(w := writer(tmp_path / "first"), "0", np.zeros(9, np.uint8), "uint8", step=0)
+    w.close("done", {})  # the loops are loaded
+    monkeypatch.setattr(writer_module, "_CLOSE_TIMEOUT", 0.6)
+    closing, go_on, original = threading.Event(), threading.Event(), writer_module.WriterThread.lines
+
+    def slow(self, batch):
+        closing.wait(20.0)
+        time.sleep(0.3) if moves else go_on.wait(20.0)
+        original(self, batch)
+
+    monkeypatch.setattr(writer_module.WriterThread, "lines", slow)
+    w = writer(tmp_path / "d", block_bytes=4096, blocks=8)
+    for i in range(6):
+        put(w, str(i), np.full(4096, i, np.uint8), "uint8", step=i)
+    begin = time.monotonic()
+    closing.set()
+    w.close("done", {})
+    took = time.monotonic() - begin
+    go_on.set()
+    if moves:
+        assert took > 1.2
+        assert w.stopped is None
+        dump = open_dump(tmp_path / "d")
+        assert len(dump.records) == 6
+        assert not dump.problems
+    else:
+        assert 0.6 <= took < 5.0
+        assert "nothing more was written" in (w.stopped or "")
+
+
 def test_a_signal_in_the_middle_of_a_copy(tmp_path):
     """A handler that raises, as vLLM's does on SIGTERM, while put waits for the disk: close still ends the dump."""
     root = tmp_path / "d"

@@ -35,7 +35,7 @@ def captured(call: Call, step: int = 0) -> Captured:
     tensors = {f"input.{n}": t for n, t in call.inputs.items()} | dict(call.outputs)
     records = {
         role: Record(0, step, call.name, call.cls, role, 0, k, str(t.dtype).removeprefix("torch."), tuple(t.shape),
-                     "tokens", 0, None, None, REPLICATED, None)
+                     "tokens", 0, None, None, REPLICATED, None, stride=None if t.is_contiguous() else t.stride())
         for k, (role, t) in enumerate(tensors.items())
     }  # fmt: skip
     return Captured(call.name, 0, step, 0, call, records)

@@ -55,6 +55,14 @@ def assigned(y: Any, at: Any, value: Any) -> Any:
     return out
 
 
+def written_into(memory: Any, view: Any, strides: bool = False) -> Call:
+    """A product whose output is ``view`` of ``memory``; its kernel writes the rows without gaps, or by the strides."""
+    call = product(lambda x, w, b: x @ w.T + b)
+    y = call.outputs["output.0"]
+    (view if strides else memory.flatten()[view.storage_offset() :][: y.numel()].view(y.shape)).copy_(y)
+    return replace(call, outputs={"output.0": view})
+
+
 def norm_of_a_view(first: int, layout: str = "", epsilon: float = EPS) -> Call:
     """q's or k's norm by heads, whose kernel takes the rows of qkv for rows without gaps. first: the view's head;
     layout: "strides" were captured, or the "memory" is known as well; "offset": that alone is not added."""
@@ -310,6 +318,8 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "half of each row": (lambda: product_of(drawn(1, 24, 2, WIDTH)[:, 0]), "strides_ignored"),
     "every second row": (lambda: product_of(drawn(1, 48, WIDTH)[1::2]), "strides_ignored"),
     "every second row, from the first on": (lambda: product_of(drawn(1, 48, WIDTH)[1::2], 0), "view_ignored"),
+    "output in wider rows": (lambda: written_into(m := drawn(9, 24, 96), m[:, 48:]), "written_as_contiguous"),
+    "output a transpose": (lambda: written_into(m := drawn(9, 48, 24), m.T), "written_as_contiguous"),
     "input a transpose": (gate_of_a_transpose, "strides_ignored"),
     "operator's argument": (norm_operator, "strides_ignored"),
     "query in qkv": (lambda: fused_qkv("query"), "strides_ignored"),
@@ -386,6 +396,6 @@ RIGHT: tuple[Callable[[], Call], ...] = (
     wrong_rotary, lambda: ranks([0, 1]), wrong_experts,
     lambda: summed(lambda each, y, bias: y, 3), lambda: adapted(lambda row: "ab"[row > 11]),
     lambda: of_two(lambda own, other: own), sampled, shared, lambda: latent(0.25), lambda: sections(SECTIONS),
-    lambda: handed(False),
+    lambda: handed(False), lambda: written_into(m := drawn(9, 24, 96), m[:, 48:], strides=True),
 )  # fmt: skip
 """Calls that are right, each of another maker."""

@@ -21,7 +21,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,42 +287,69 @@ def _spell(cell: StatsCell) -> str:
 
 
 GRACE_S = 30.0
-"""How long a front end waits for an engine that was ordered to end and still writes its dump, at least."""
+"""How long a front end waits for an engine that was ordered to end and whose dump does not grow."""
 SETTLE_S = 5.0
 """How long it waits for one that has closed its dump, or never had one, at least."""
+MOST_S = 300.0
+"""Chosen: how long anyone waits for a dump that still grows: a close writes some blocks of 4 MB."""
+
+
+class Patience:
+    """Waiting for what another thread or process writes: ``still`` seconds without a change, MOST_S in all."""
+
+    def __init__(self, still: float):
+        self._still, self._seen = still, None
+        self._began = self._moved = time.monotonic()
+
+    def left(self, seen: Any) -> bool:
+        """seen: what changes while something is written."""
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        return now - self._moved < self._still and now - self._began < MOST_S
 
 
 def end(procs: Sequence[Any], timeout: float, root: str) -> None:
     """Tells processes (multiprocessing's) to end and waits for them: ``timeout`` seconds, and longer while they write
     to the dump ``root`` ("" for none)."""
-    begin = time.monotonic()
+    begin, patience = time.monotonic(), Patience(GRACE_S)
     for process in procs:
         if process.is_alive():
             process.terminate()
-    while (running := [process for process in procs if process.is_alive()]) and time.monotonic() - begin < max(
-        timeout, GRACE_S
-    ):
-        if time.monotonic() - begin >= max(timeout, SETTLE_S) and not (root and writing(Path(root))):
+    while running := [process for process in procs if process.is_alive()]:
+        now = time.monotonic() - begin
+        closed = now >= SETTLE_S and not (root and writing(Path(root)))
+        if now >= timeout and (closed or not patience.left(_bytes(root))):
             return
         running[0].join(0.2)
 
 
 def settle(procs: Sequence[Any], root: str) -> None:
-    """Waits for processes (multiprocessing's) that end by themselves while they write to the dump ``root``, at most
-    GRACE_S."""
-    until = time.monotonic() + GRACE_S
-    while root and time.monotonic() < until:
+    """Waits for processes (multiprocessing's) that end by themselves while they write to the dump ``root``."""
+    patience = Patience(GRACE_S)
+    while root and writing(Path(root)) and patience.left(_bytes(root)):
         running = [process for process in procs if process.is_alive()]
-        if not running or not writing(Path(root)):
+        if not running:
             return
         running[0].join(0.2)
+
+
+def _bytes(root: str) -> int:
+    """Of all files of the dumps that ``writing`` examines, 0 where they cannot be read."""
+    try:
+        return sum(f.stat().st_size for dump in _dumps(Path(root)) for f in dump.glob("rank*/*")) if root else 0
+    except OSError:
+        return 0
+
+
+def _dumps(root: Path) -> Iterator[Path]:
+    return itertools.takewhile(lambda dump: dump == root or dump.is_dir(), numbered_siblings(root))
 
 
 def writing(root: Path) -> bool:
     """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
     next to it (``root.2`` ...). Never raises."""
-    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), numbered_siblings(root))
-    return any(_written(place) for dump in dumps for place in (dump, dump / "errcheck"))
+    return any(_written(place) for dump in _dumps(root) for place in (dump, dump / "errcheck"))
 
 
 def _written(dump: Path) -> bool:

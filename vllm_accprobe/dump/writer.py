@@ -34,6 +34,7 @@ from vllm_accprobe.dump.journal_writer import (
     Event,
     JournalFile,
     Line,
+    Patience,
     TensorLine,
     encode,
     spell,
@@ -462,7 +463,7 @@ _LINE_AGE = 0.1
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
 _CLOSE_TIMEOUT = GRACE_S - 5.0
-"""Whoever ends this process waits for GRACE_S: it is to say what is missing before."""
+"""Without a byte written. Whoever ends this process waits for GRACE_S: it is to say what is missing before."""
 
 
 class RankWriter:
@@ -504,7 +505,7 @@ class RankWriter:
         """Lines without payload that no lock was taken for yet: whoever appends one calls ``release`` soon."""
         begun = begun or DumpCheckpoint()
         self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes, begun)
-        self._done = 0
+        self._done = self._steps_done = 0  # batches; what is done of them: written, digested, with their lines
         self._closing: tuple[str, Mapping[str, Any]] | None = None
         self._output: WriterThread | None = None
         self._thread: threading.Thread | None = None
@@ -627,8 +628,8 @@ class RankWriter:
 
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
-        tensors, skipped; the first two are counted from the journal where missing). Waits up to 25 s. A second call
-        only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
+        tensors, skipped; the first two are counted from the journal where missing). Waits while bytes are written
+        (`Patience`). A second call only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
         self.release()
         with self._cond:
             if self._closing is None:
@@ -636,9 +637,11 @@ class RankWriter:
             self._cond.notify_all()
         if self._thread is None or threading.get_ident() in (self._thread.ident, self._producing):
             return
-        self._thread.join(_CLOSE_TIMEOUT)
+        patience = Patience(_CLOSE_TIMEOUT)
+        while self._thread.is_alive() and patience.left(self._steps_done):
+            self._thread.join(0.2)
         if self._thread.is_alive():
-            self._stop(f"the disk did not take the rest within {_CLOSE_TIMEOUT:.0f} s")
+            self._stop(f"the disk did not take the rest: nothing more was written for {_CLOSE_TIMEOUT:.0f} s")
 
     def _interrupted(self, error: BaseException, step: Any) -> None:
         """A signal's exception in the middle of a copy: what is half done is never continued."""
@@ -679,6 +682,7 @@ class RankWriter:
             output.write(batch)
             with self._cond:
                 batch.written = True
+                self._steps_done += 1
                 self._cond.notify_all()
 
     def _journal(self, output: WriterThread) -> None:
@@ -693,6 +697,7 @@ class RankWriter:
                     batch = queue.popleft()
                 output.digest(batch)
                 with self._cond:
+                    self._steps_done += 1
                     while not batch.written:
                         self._cond.wait()
                     if batch.block is not None:
@@ -702,6 +707,7 @@ class RankWriter:
                 with self._cond:
                     self._staging.waiting_lines -= len(batch.lines)
                     self._done += 1
+                    self._steps_done += 1
                     self._cond.notify_all()
             reason, summary = self._closing or ("", {})
             output.end(reason, summary)

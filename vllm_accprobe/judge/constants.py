@@ -94,6 +94,9 @@ AFTER_ANOTHER = 3.0
 """chosen: how strong a hidden sign must be behind another origin: a fault's traces are no correct noise."""
 COLUMNS_AFTER_ANOTHER = 2.0
 """chosen: the same for columns, which a fault upstream spreads over all of."""
+REMOVED = 16.0
+"""chosen: times the error behind its readers that an error must be, to count as removed by them: what passes on a part
+of it, or hides it within its own rounding, does not."""
 FLOOR_MARGIN = 3.0
 """chosen: how much further than two correct runs of one machine an correct run of another may be."""
 

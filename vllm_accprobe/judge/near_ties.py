@@ -12,6 +12,7 @@ here: what a request's parameters make of logits (sampling_rules.py), finding fl
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
 from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG, Way
+from vllm_accprobe.judge.statistic import RATE
 from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
 
 ROWS_AFTER = "rows after a router's near tie"
@@ -158,8 +160,9 @@ class Choices:
     unknown: np.ndarray
 
     @staticmethod
-    def of(found: np.ndarray | None, rows: int, rounding: float) -> Choices:
-        """found: `margins` of these rows, or None. rounding: of the logits' dtype (floor.unit).
+    def of(found: np.ndarray | None, rows: int, rounding: float, ruled: bool = True) -> Choices:
+        """found: `margins` of these rows, or None. rounding: of the logits' dtype (floor.unit). ruled: whether golden
+        chooses by its logits (`by_logits`): where it does not, mine is not wrong either.
 
         A router rounds twice: a logit, by ``rounding`` of itself, and the score made from it, which moves as if the
         logit did by ``rounding`` (d ln softmax / d logit is 1 at most); and two experts are compared."""
@@ -170,8 +173,19 @@ class Choices:
         with np.errstate(invalid="ignore"):
             unknown, unruled = np.isnan(found[:, 0]), found[:, 0] < -slack
             wrong = (found[:, 1] < -slack) & ~unruled
+            wrong, unruled = (wrong, unruled) if ruled else (wrong & False, unruled | wrong)
             tie = (np.abs(found[:, 0]) <= slack) & (np.abs(found[:, 1]) <= slack)
         return Choices(wrong, tie, unruled, unknown)
+
+
+def by_logits(found: Sequence[np.ndarray], rounding: float) -> bool:
+    """Whether golden's router chooses by its logits, as far as `margins` of all its rows show. Where the rule is another
+    one (a bias that was not captured), golden leaves a clearly better expert as often as mine does; mine is wrong where
+    it does so more often than chance allows [sign test of the rows in which one side does]."""
+    each = [Choices.of(margins, len(margins), rounding) for margins in found]
+    golden, mine = (sum(int(rows.sum()) for rows in of) for of in ([c.unruled for c in each], [c.wrong for c in each]))
+    n = golden + mine
+    return not golden or sum(math.comb(n, i) for i in range(mine, n + 1)) <= RATE * 2**n
 
 
 Since = tuple[np.ndarray, np.ndarray]
@@ -213,10 +227,12 @@ class Routing:
     _read: Since = field(default_factory=lambda: _since({}))
 
     def judge(
-        self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[TensorErrors]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`."""
-        choices = Choices.of(found, len(keys), rounding)
+        self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[TensorErrors],
+        ruled: bool = True,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`; ruled:
+        see `by_logits`."""
+        choices = Choices.of(found, len(keys), rounding, ruled)
         near = self.near_ties(keys, unit, traces)
         before = self.after(keys)
         self.unruled += int((choices.unruled & near & ~before).sum())

@@ -26,7 +26,7 @@ from vllm_accprobe.align.data_flow import BACKWARD, INPUT, OUTPUT, PARAM, DataFl
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import RowSet, Unions, position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, NARROW
+from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, NARROW, REMOVED
 from vllm_accprobe.judge.siblings import COLUMNS, Hidden, Siblings, TensorStats, chance_of_size
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, RATE
 from vllm_accprobe.judge.tensor_errors import Columns, TensorErrors, kind_of_place, operator_of, spread
@@ -508,6 +508,21 @@ def owner(tap: str, sink: TensorErrors) -> str:
     nearest = next((up for path, up in above if not path.rpartition(".")[2].isdecimal()), "")
     inside = nearest.startswith(f"{tap}.") or tap == ROOT_TAP
     return nearest if nearest and inside else tap
+
+
+def removed(c: Origin, flow: DataFlow[TensorErrors], traces: Sequence[TensorErrors]) -> bool:
+    """Whether all that read the origin's rows give what they give with golden's: a scale in front of a norm explains
+    nothing behind it. The readers are the inputs with these errors in these rows; of each, all outputs of the rows are
+    within what one operator may create, while what came in is many times that."""
+    one = c.trace
+    readers = [t for t in traces if t.kind == INPUT and t.rounding and np.array_equal(t.keys, one.keys)
+               and np.array_equal(t.err, one.err)]  # fmt: skip
+    outputs = [[o for o in flow.by_tap[t.tap][OUTPUT] if o.call == t.call] for t in readers]
+    return bool(len(c.keys)) and bool(readers) and not len(one.broken_keys) and all(
+        of and all(o.rounding and not o.weak and bool(np.isin(c.keys, o.seen.keys).all())
+                   and bool((spread(c.keys, o.keys, o.err) <= np.minimum(o.limit, c.err / REMOVED)).all()) for o in of)
+        for of in outputs
+    )  # fmt: skip
 
 
 def _blind(sink: TensorErrors, keys: np.ndarray, sources: Iterable[TensorErrors]) -> np.ndarray:

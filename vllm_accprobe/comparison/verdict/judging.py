@@ -64,12 +64,13 @@ from vllm_accprobe.judge.near_ties import (
     ROWS_BEHIND,
     Routing,
     behind,
+    by_logits,
     choices_first,
     experts_of,
     in_front_of,
     unknown_routers,
 )
-from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
+from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers, removed
 from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.rounding_unit import unit as rounding_unit
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
@@ -104,12 +105,12 @@ _UNMOVED = RerouteNote()
 
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, routing: Routing, rounding: float,
-    traces: Sequence[TensorErrors], doubted: np.ndarray | None = None,
+    traces: Sequence[TensorErrors], doubted: np.ndarray | None = None, ruled: bool = True,
 ) -> RerouteNote:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``routing``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (`flow_unit`); traces:
     of what lies before; doubted: bool [rows], which earlier rows that were not compared may have changed, so that
-    logits far apart are no error."""
+    logits far apart are no error; ruled: whether golden's router chooses by its logits."""
     keys = rows.keys
     finite = errors.measure != NONFINITE  # no expert makes NaN of numbers: rows with it are judged
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
@@ -124,7 +125,7 @@ def settle(
     if is_choice(unit.key[1], unit.cls):
         other = np.flatnonzero(errors.err > 0)
         found = None if part.margins is None else part.margins[other]
-        excused, bad = routing.judge(keys[other], found, rounding, unit, traces)
+        excused, bad = routing.judge(keys[other], found, rounding, unit, traces, ruled)
         excused = excused if doubted is None else (excused | doubted[other]) & ~bad
         routing.add(keys[other[excused]])
         wrong[other[bad]] = True
@@ -544,6 +545,9 @@ class _Judge:
         seen = [tap for tap, role, cls in routing if is_choice(role, cls) or is_logits(tap, role, cls)]
         unseen = unknown_routers(setting.attrs, seen)
         created = [origin_entries.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
+        # What all its readers remove gives way to an error that goes on.
+        last = {id(c): len(self.measured.units) for c in created if removed(c, flow, self.traces)}
+        created.sort(key=lambda c: last.get(id(c), 0))
         finder = GapFinder(setting.untapped, flow)
         gaps = [finder.of(c) for c in created]
         # A tap, or a gap, is named once, by the first tensor that shows it.
@@ -551,7 +555,8 @@ class _Judge:
         named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
         about = {**setting.untapped.classes, **setting.classes}, setting.settings
         entries = [origin_entries.origin_entry(c, setting, places, self.pairs, self.chosen) for c, _ in named]
-        origins = [(c.trace.order, entry_of(e, gap, *about)) for e, (c, gap) in zip(entries, named, strict=True)]
+        places_of = [c.trace.order + last.get(id(c), 0) for c, _ in named]
+        origins = [(at, entry_of(e, gap, *about)) for at, e, (_, gap) in zip(places_of, entries, named, strict=True)]
         steps = origin_entries.steps_of(created)
         every = in_all_layers([o["module"] for _, o in origins if not o["gap"]], {t.tap for t in self.traces})
         for (c, gap), (_, entry) in zip(named, origins, strict=True):
@@ -700,8 +705,9 @@ class _Judge:
         rows = [self._rows_of(p) for p in parts]
         doubted = [self.routing.behind(own_rows.keys) for own_rows in rows]
         each = zip(parts, rows, errors, strict=True)
+        ruled = by_logits([p.margins for p in parts if p.margins is not None], self.unit)
         settled = [
-            settle(unit, *one, self.routing, self.unit, self.traces, doubts)
+            settle(unit, *one, self.routing, self.unit, self.traces, doubts, ruled)
             if self.routing.first or not one[0].identical else _UNMOVED
             for one, doubts in zip(each, doubted, strict=True)
         ]  # fmt: skip

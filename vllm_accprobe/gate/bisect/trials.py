@@ -412,12 +412,12 @@ class Trier:
         whole = (
             configuration.bad >= {a.name for a in self.axes} and not configuration.apart and not configuration.values
         )
-        if found.why is not None:
-            return TrialOutcome(UNRESOLVED, why=found.why)
         if whole and self.own_floor and not self.floors and found.fails(self.rate, 0.0):
             self.own_floor = False
             self._make_floor(self.golden)
             found = judge(self.golden, mine, self.floors)
+        if found.why is not None:
+            return TrialOutcome(UNRESOLVED, why=found.why)
         if whole and found.fails(self.rate, 0.0):
             self.size = max(self.size, found.size)
         least = 0.0 if whole else self.share * self.size

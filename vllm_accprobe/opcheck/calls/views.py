@@ -23,6 +23,8 @@ from vllm_accprobe.opcheck.reference import Call, MemoryLayout
 
 _MOST = 1 << 26
 """Elements of a storage that is made again: a dump may come from a stranger."""
+_READ = 1 << 24
+"""Elements that `read_at` finds the places of, which takes 40 bytes for each."""
 _FAR, _ALIGNED = 1 << 20, 4096
 """Chosen: a view that begins further on than this many elements begins at the remainder by the second number: a cache
 is not made again for one of its layers, and what the address is a multiple of stays."""
@@ -128,7 +130,9 @@ def read_at(
 ) -> tuple[Any, Any]:  # fmt: skip
     """What a kernel reads that takes ``tensor`` to lie at another stride and offset, and which elements of that are
     known, bool of its shape: of the tensor's own, of ``others`` in the same storage, and of the memory where it is
-    known. first: the row of the whole with which all of them begin."""
+    known. first: the row of the whole with which all of them begin. Of more than _READ elements none is known."""
+    if tensor.numel() > _READ:
+        return tensor, torch.zeros((), dtype=torch.bool).expand(tensor.shape)
     at = torch.full(tuple(tensor.shape), begin)
     for dim, (n, s) in enumerate(zip(tensor.shape, stride, strict=True)):
         numbers = torch.arange(n) + (0 if dim else first)

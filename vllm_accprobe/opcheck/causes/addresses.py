@@ -21,7 +21,7 @@ import torch
 
 from vllm_accprobe.dump.block_code import FORWARD, INSIDE
 from vllm_accprobe.opcheck.calls.case import this_step
-from vllm_accprobe.opcheck.calls.views import by_place, contiguous, read_at
+from vllm_accprobe.opcheck.calls.views import by_place, contiguous, read_at, view_of
 from vllm_accprobe.opcheck.causes.api import ADDRESS, CauseRow, Guess, Trial, among, edited, moved, with_value
 from vllm_accprobe.opcheck.causes.factors import ANY, SUMS, summed_ranks, wrong_columns
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, linear_input
@@ -166,11 +166,38 @@ def _with_input(call: Call, place: str, tensor: Any) -> Call:
     return edited(found, inputs=found.inputs, extra=extra)
 
 
+def _apart(trial: Trial) -> Iterator[tuple[str, str]]:
+    """(role, strides) of the outputs that were views."""
+    for role in trial.roles():
+        record = trial.captured.records[role]
+        if view_of(record.shape, record.stride) is not None:
+            yield role, str(list(record.stride or ()))
+
+
+def _written_as_contiguous(trial: Trial, output: tuple[str, str]) -> dict[str, Expected]:
+    """The counterpart of `misread`: the view's places hold what a kernel without strides wrote there. The others hold
+    what was there before."""
+    role, mine, plain = output[0], trial.mine(output[0]), trial.plain[output[0]]
+    stride = trial.captured.records[role].stride
+    if stride is None or len(stride) != mine.dim() or plain.value.numel() != mine.numel():
+        raise Declined("this call's output was no view, or some of its rows have no reference")
+    dense = MemoryLayout(contiguous(mine.shape), 0, None)
+    first = trial.captured.first
+    known = read_at(mine, dense, stride, 0, first)[1]
+    decline_if(not known.any(), "none of its places was written")
+    moves = moved(plain, lambda t: read_at(t.reshape(mine.shape), dense, stride, 0, first)[0])
+    return {role: _where_known(trial, role, moves, known)}
+
+
 def _where_equal(trial: Trial, role: str, e: Expected, other: Expected) -> Expected:
+    return _where_known(trial, role, e, (e.value.double() == other.value.double()).reshape(e.value.shape))
+
+
+def _where_known(trial: Trial, role: str, e: Expected, known: Any) -> Expected:
+    """``e`` where it is known, mine elsewhere, which is then neither right nor wrong."""
     mine = trial.mine(role).double()
     decline_if(e.value.numel() != mine.numel(), "some of its rows have no reference")
-    y = e.value.double().reshape(mine.shape)
-    known = y == other.value.double().reshape(mine.shape)
+    y, known = e.value.double().reshape(mine.shape), known.reshape(mine.shape)
     plain = trial.plain[role].value.double().reshape(mine.shape)
     noise = torch.where(known, 0.0, 8.0 * (mine - plain).abs() + mine.abs())
     if e.noise is not None:
@@ -354,6 +381,8 @@ CAUSES = (
     CauseRow("view_ignored", ADDRESS, ANY, "of its {0} read from the beginning of its storage as if it were contiguous "
              "(its strides are {1}, its view begins at element {2})", misread(True, True),
              lambda t: (v for v in _views(t) if v[2]), whole=True),
+    CauseRow("written_as_contiguous", ADDRESS, ANY, "with its {0} written as if it were contiguous (its strides are "
+             "{1})", _written_as_contiguous, _apart, whole=True),
     CauseRow("input_heads_turned", ADDRESS, ANY, "with heads and channels exchanged in each row of its input",
              _heads_turned),
     CauseRow("weight_transposed", ADDRESS, LINEAR, "with its weight transposed", _transposed(True)),
