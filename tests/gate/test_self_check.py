@@ -68,6 +68,11 @@ def test_the_odd_way_is_named(name: str) -> None:
     assert to_json(gate)["odd"] == [name]
 
 
+def test_ways_that_are_wrong_do_not_excuse_one_another() -> None:
+    """Three of four are off by 5 nats, in other tokens each: their middle is no measure of rounding."""
+    assert named(hit=5.0, pieces=5.0, scoring=5.0).outliers == ("hit", "pieces", "scoring")
+
+
 def test_one_bit_of_the_same_request_is_a_fault() -> None:
     said = answers(1)
     reply = said["again"]["p3"]

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.gate.measure.token_gaps import gaps
+from vllm_accprobe.gate.measure.gating import ROUNDED
+from vllm_accprobe.gate.measure.token_gaps import gaps, spread
 from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
@@ -195,7 +196,8 @@ Replies = Mapping[str, Reply]
 
 @dataclass
 class Distance:
-    """Between two paths: by prompt gap, logits' step and ordinal of each token that both have read alike. unequal:
+    """Between two paths: by prompt gap, logits' step, ordinal and `token_gaps.spread` (0 where there is none) of each
+    token that both have read alike. unequal:
     prompts whose answers are not the same to the bit; left_out: prompts, by reason."""
 
     by_prompt: dict[str, np.ndarray] = field(default_factory=dict)
@@ -205,14 +207,21 @@ class Distance:
 
     @property
     def all(self) -> np.ndarray:
-        """float64 [tokens, 3]: gap, step, ordinal."""
-        return np.concatenate([np.zeros((0, 3)), *self.by_prompt.values()])
+        """float64 [tokens, 4]: gap, step, ordinal, spread."""
+        return np.concatenate([np.zeros((0, 4)), *self.by_prompt.values()])
 
     @property
     def usual(self) -> tuple[float, float]:
         """The mean gap, and what one in a hundred is beyond."""
         sizes = self.all[:, 0]
         return (float(sizes.mean()), float(np.quantile(sizes, 1 - FAR_RATE))) if len(sizes) else (0.0, 0.0)
+
+
+    @property
+    def rounds(self) -> bool:
+        """Whether rounding may explain what they differ by: else the way is wrong, and no measure of another one."""
+        wide = float(np.sqrt(np.square(self.all[:, 3]).mean())) if self.by_prompt else 0.0
+        return not wide or self.usual[0] <= ROUNDED * wide
 
 
 @dataclass(frozen=True)
@@ -274,7 +283,8 @@ def judge(
             why = (missing or {}).get(w.name, "no prompt could be compared")
             findings.append(PathFinding(w, None, why, left_out={} if d is None else dict(d.left_out)))
             continue
-        others = np.array([distances[name].usual for name in noisy if name != w.name]).reshape(-1, 2)
+        measures = [distances[name] for name in noisy if name != w.name]
+        others = np.array([m.usual for m in measures if m.rounds]).reshape(-1, 2)
         floor = (float(np.median(others[:, 0])), float(np.median(others[:, 1]))) if len(others) else (0.0, 0.0)
         findings.append(_judged(w, d, floor, rate / max(len(distances), 1)))
     outliers = tuple(f.way.name for f in findings if f.ok is False)
@@ -298,7 +308,7 @@ def distance(golden: Replies, mine: Replies, way: OwnPath) -> Distance:
         # Decoded, forced and scored tokens are the same text here: which of them they are is what is asked.
         tokens, _, why = gaps(replace(reply, forced=None), replace(other, forced=None))
         rows = [
-            (t.gap, step(reply.top[t.ordinal][1]), t.ordinal)
+            (t.gap, step(reply.top[t.ordinal][1]), t.ordinal, spread(reply, t.ordinal) or 0.0)
             for t in tokens
             if t.gap is not None and reply.top is not None
         ]
@@ -349,7 +359,7 @@ def beyond(d: Distance, floor: tuple[float, float]) -> tuple[float, tuple[str, .
     asked."""
     means, firsts, tokens_of = [], [], []
     for name, rows in d.by_prompt.items():
-        sizes, steps, ordinals = rows.T
+        sizes, steps, ordinals = rows.T[:3]
         over = sizes > np.maximum(TIMES * floor[0], STEPS * steps)
         means.append(bool(sizes.mean() > max(TIMES * floor[0], STEPS * float(steps.mean()))))
         far = bool((sizes > np.maximum(TIMES * floor[1], FAR * steps))[ordinals == 0].any())

@@ -72,6 +72,9 @@ LAST = "model.layers.2.mlp.down_proj"
     # Two independent faults, in the order of the data flow.
     ({"faults": {LAST: scaled(1.3, lambda at, decode: at == 1), OUT: scaled(1.3, lambda at, decode: at == 5)}},
      [OUT, LAST], {"position": 5}),
+    # A scale that the last norm removes explains no token.
+    ({"faults": {"layers.2:output": scaled(16.0), "logits_processor": scaled(1.08)}},
+     ["logits_processor", "model.layers.2"], {}),
     # A weight of a module that never runs explains its user.
     ({"weights": larger_head}, ["lm_head"], {"role": "param.weight"}),
     ({"tp": 2, "faults": {QKV: scaled(1.1)}, "chunk": 4}, [QKV], {}),

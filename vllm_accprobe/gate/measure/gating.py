@@ -21,7 +21,7 @@ import numpy as np
 from vllm_accprobe.gate.measure import conditions
 from vllm_accprobe.gate.measure.conditions import LEAST, GateCondition, Sizes
 from vllm_accprobe.gate.measure.conditions import RATE as RATE
-from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, known, pairs
+from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, pairs, spread
 from vllm_accprobe.gate.sending import rendering
 from vllm_accprobe.gate.sending import replies as steps_log
 from vllm_accprobe.gate.sending.rendering import Rendering
@@ -34,8 +34,6 @@ ROUNDED = 0.25
 """Of golden's spread: how far a floor of rounding alone may be from golden at most. Measured: bfloat16, float16 and float32 of
 one model of two to eight layers are at most 0.009 of it apart. Derived: roundings add up as their root, 7 times that of
 two layers in a hundred, 0.06; another model's answers are 1 away. Chosen: four times 0.06."""
-_LISTED = 5
-"""Chosen: numbers that a server lists for a token, from which on they have a spread: two or three may be ties."""
 ALL = "all tokens"
 _MOST = 64.0
 _STEPS = 3
@@ -322,22 +320,21 @@ def has_numbers(golden: Sent, one: Sent) -> bool:
 def apart(golden: Sent, one: Sent) -> tuple[float, float]:
     """(distance of the two in nats, golden's spread: what listed tokens are above the last one), root mean squares."""
     far: list[float] = []
-    spread: list[float] = []
+    wide: list[float | None] = []
     for i, j in pairs(golden, one):
         for (prompt, k), token in Gaps().add(golden.passes[i], one.passes[j]).items():
             far.append(token.distance)
-            if len(listed := [*known(golden.passes[i][prompt], k).values()]) >= _LISTED:
-                spread.append(_rms(np.array(listed) - min(listed)))
-    return _rms(np.array(far)), _rms(np.array(spread))
+            wide.append(spread(golden.passes[i][prompt], k))
+    return _rms(np.array(far)), _rms(np.array(wide, np.float64))
 
 
 def beyond_rounding(golden: Sent, one: Sent, name: str) -> str | None:
     """Why ``one`` is no floor of rounding alone. None where it may be, and where too few tokens are listed."""
-    distance, spread = apart(golden, one)
-    if not spread or distance <= ROUNDED * spread:
+    distance, whole = apart(golden, one)
+    if not whole or distance <= ROUNDED * whole:
         return None
     return (
-        f"golden and {name} differ by {distance:.3g} nats, {distance / spread:.2g} of golden's spread (rounding alone: "
+        f"golden and {name} differ by {distance:.3g} nats, {distance / whole:.2g} of golden's spread (rounding alone: "
         f"less than {ROUNDED:g}): one of them is wrong"
     )
 

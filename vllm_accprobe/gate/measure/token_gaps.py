@@ -103,6 +103,17 @@ def known(reply: Reply, k: int) -> dict[int, float]:
     return {i: v for i, v in zip(ids or (), values, strict=False) if v > CLIPPED}
 
 
+_LISTED = 5
+"""Chosen: numbers that a server lists for a token, from which on they have a spread: two or three may be ties."""
+
+
+def spread(reply: Reply, k: int) -> float | None:
+    """How far what is listed for token ``k`` lies above the last of it, root mean square; None where too few are."""
+    listed = [*known(reply, k).values()]
+    last = min(listed, default=0.0)
+    return math.sqrt(sum((v - last) ** 2 for v in listed) / len(listed)) if len(listed) >= _LISTED else None
+
+
 def _value(reply: Reply, k: int, token: int) -> float | None:
     """The log-probability of a token; of the one that the reply has, even where it is none of the most likely."""
     assert reply.top is not None
