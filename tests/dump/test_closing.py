@@ -85,7 +85,9 @@ def test_a_front_end_waits_while_a_dump_is_written(tmp_path, monkeypatch, root, 
         engine.kill()
 
 
-@pytest.mark.parametrize(("then", "most", "closed"), [("ends", 60.0, True), ("ends", 1.0, False), ("stalls", 60.0, False)])
+@pytest.mark.parametrize(
+    ("then", "most", "closed"), [("ends", 60.0, True), ("ends", 1.0, False), ("stalls", 60.0, False)]
+)
 def test_a_dump_that_grows_is_waited_for_and_not_for_ever(tmp_path, monkeypatch, then, most, closed):
     for name, value in {"SETTLE_S": 0.2, "GRACE_S": 1.0, "MOST_S": most}.items():
         monkeypatch.setattr(journal_writer, name, value)

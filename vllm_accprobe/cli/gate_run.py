@@ -194,7 +194,8 @@ def _own_floor(
     """Golden's command in another dtype, the first that its server takes, and its name; [] where it takes none. One
     that is further away than rounding explains only where no other is nearer: the gate says so."""
     selected = [dtype] if dtype else sides.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
-    refused, far = [], []
+    refused: list[str] = []
+    far: list[tuple[Sent, str]] = []
     for i, one in enumerate(selected):
         name, side = f"golden's command with --dtype={one}", ServerSide(COMMAND, sides.command(golden.text, one))
         try:

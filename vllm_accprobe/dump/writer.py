@@ -629,7 +629,8 @@ class RankWriter:
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
         tensors, skipped; the first two are counted from the journal where missing). Waits while bytes are written
-        (`Patience`). A second call only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and returns at once."""
+        (`Patience`). A second call only waits. Called by a signal handler that interrupted ``put`` it cannot wait, and
+        returns at once."""
         self.release()
         with self._cond:
             if self._closing is None:
@@ -641,7 +642,7 @@ class RankWriter:
         while self._thread.is_alive() and patience.left(self._steps_done):
             self._thread.join(0.2)
         if self._thread.is_alive():
-            self._stop(f"the disk did not take the rest: nothing more was written for {_CLOSE_TIMEOUT:.0f} s")
+            self._stop("the disk did not take the rest in time")
 
     def _interrupted(self, error: BaseException, step: Any) -> None:
         """A signal's exception in the middle of a copy: what is half done is never continued."""

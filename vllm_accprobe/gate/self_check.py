@@ -197,8 +197,8 @@ Replies = Mapping[str, Reply]
 @dataclass
 class Distance:
     """Between two paths: by prompt gap, logits' step, ordinal and `token_gaps.spread` (0 where there is none) of each
-    token that both have read alike. unequal:
-    prompts whose answers are not the same to the bit; left_out: prompts, by reason."""
+    token that both have read alike. unequal: prompts whose answers are not the same to the bit; left_out: prompts, by
+    reason."""
 
     by_prompt: dict[str, np.ndarray] = field(default_factory=dict)
     flips: int = 0
@@ -215,7 +215,6 @@ class Distance:
         """The mean gap, and what one in a hundred is beyond."""
         sizes = self.all[:, 0]
         return (float(sizes.mean()), float(np.quantile(sizes, 1 - FAR_RATE))) if len(sizes) else (0.0, 0.0)
-
 
     @property
     def rounds(self) -> bool:

@@ -26,7 +26,7 @@ from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
 from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG, Way
-from vllm_accprobe.judge.statistic import RATE
+from vllm_accprobe.judge.statistic import RATE, tail
 from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
 
 ROWS_AFTER = "rows after a router's near tie"
@@ -179,13 +179,12 @@ class Choices:
 
 
 def by_logits(found: Sequence[np.ndarray], rounding: float) -> bool:
-    """Whether golden's router chooses by its logits, as far as `margins` of all its rows show. Where the rule is another
-    one (a bias that was not captured), golden leaves a clearly better expert as often as mine does; mine is wrong where
-    it does so more often than chance allows [sign test of the rows in which one side does]."""
+    """Whether golden's router chooses by its logits, as far as `margins` of all its rows show. Where the rule is
+    another one (a bias that was not captured), golden leaves a clearly better expert as often as mine does; mine is
+    wrong where it does so more often than chance allows [sign test of the rows in which one side does]."""
     each = [Choices.of(margins, len(margins), rounding) for margins in found]
     golden, mine = (sum(int(rows.sum()) for rows in of) for of in ([c.unruled for c in each], [c.wrong for c in each]))
-    n = golden + mine
-    return not golden or sum(math.comb(n, i) for i in range(mine, n + 1)) <= RATE * 2**n
+    return not golden or tail((mine - golden - 1) / math.sqrt(golden + mine), sides=1) <= RATE
 
 
 Since = tuple[np.ndarray, np.ndarray]

@@ -513,7 +513,8 @@ def owner(tap: str, sink: TensorErrors) -> str:
 def removed(c: Origin, flow: DataFlow[TensorErrors], traces: Sequence[TensorErrors]) -> bool:
     """Whether all that read the origin's rows give what they give with golden's: a scale in front of a norm explains
     nothing behind it. The readers are the inputs with these errors in these rows; of each, all outputs of the rows are
-    within what one operator may create, while what came in is many times that."""
+    within what one operator may create, while what came in is many times that. What no tap reads (a residual stream)
+    shows behind it: as large an error there may be this one."""
     one = c.trace
     readers = [t for t in traces if t.kind == INPUT and t.rounding and np.array_equal(t.keys, one.keys)
                and np.array_equal(t.err, one.err)]  # fmt: skip
@@ -522,6 +523,9 @@ def removed(c: Origin, flow: DataFlow[TensorErrors], traces: Sequence[TensorErro
         of and all(o.rounding and not o.weak and bool(np.isin(c.keys, o.seen.keys).all())
                    and bool((spread(c.keys, o.keys, o.err) <= np.minimum(o.limit, c.err / REMOVED)).all()) for o in of)
         for of in outputs
+    ) and all(
+        bool((spread(c.keys, t.keys, t.err) < c.err / 2.0).all())
+        for t in traces if t.order > one.order and t.rounding and t not in readers
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """A `vllm` command without vLLM: serves numbers that depend on its own words and environment, as a bad card's would.
 
 FAKE_FAULT: a JSON list of sets, each a list of words or NAME=VALUE; where all of one set are there, log-probabilities
-are off by half a nat. FAKE_ROUNDING: the same, by 0.01 nats up and down; FAKE_BROKEN: by 5; FAKE_DEAD: for a server that ends before it
-serves; FAKE_LOST: for one that ends in the middle; FAKE_STARTS: a file that gets a line for each start.
+are off by half a nat. FAKE_ROUNDING: the same, by 0.01 nats up and down; FAKE_BROKEN: by 5; FAKE_DEAD: for a server
+that ends before it serves; FAKE_LOST: for one that ends in the middle; FAKE_STARTS: a file that gets a line for each
+start.
 """
 
 import json

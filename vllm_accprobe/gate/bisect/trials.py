@@ -432,7 +432,8 @@ class Trier:
         from vllm_accprobe.gate import sides
 
         line = shlex.join(self._plain.words)
-        refused, far = [], []
+        refused: list[str] = []
+        far: list[TrialFloor] = []
         for dtype in sides.candidates(line, None) if sides.of_command(line) != "float32" else []:
             tried = self.trials.run(self._plain.edited([Edit(drop=("--dtype",), add=(f"--dtype={dtype}",))]))
             self._floor_s += tried.seconds

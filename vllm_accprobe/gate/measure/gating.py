@@ -31,9 +31,9 @@ ENOUGH = 4.0
 """Chosen: times the floor that a pass excludes. A decode-only fault of 6.4 times passed eight prompts in one of two
 runs; the faults of the gate's laboratory lie above 6."""
 ROUNDED = 0.25
-"""Of golden's spread: how far a floor of rounding alone may be from golden at most. Measured: bfloat16, float16 and float32 of
-one model of two to eight layers are at most 0.009 of it apart. Derived: roundings add up as their root, 7 times that of
-two layers in a hundred, 0.06; another model's answers are 1 away. Chosen: four times 0.06."""
+"""Of golden's spread: how far a floor of rounding alone may be from golden at most. Measured: bfloat16, float16 and
+float32 of one model of two to eight layers are at most 0.009 of it apart. Derived: roundings add up as their root, 7
+times that of two layers in a hundred, 0.06; another model's answers are 1 away. Chosen: four times 0.06."""
 ALL = "all tokens"
 _MOST = 64.0
 _STEPS = 3
@@ -266,7 +266,7 @@ def compare(
         return replace(found, notes=(*left_out, *found.notes), kept=tuple(good[i] for i in found.kept))
     whole = _compared(golden, mine, floors, rate, steps, power)
     if whole.numbers == "fail":
-        return whole
+        return replace(whole, notes=(*wrong.values(), *whole.notes))
     alone = _compared(golden, mine, (), rate, steps, power)
     if alone.numbers == "pass":
         return replace(alone, notes=(*(f"left out: {why}" for why in wrong.values()), *alone.notes))
@@ -274,9 +274,7 @@ def compare(
     return replace(whole, p=None, times=None, why=doubt, condition=None, differs=None, power=None)
 
 
-def _compared(
-    golden: Sent, mine: Sent, floors: Sequence[Sent], rate: float, steps: Steps | None, power: bool
-) -> Gate:
+def _compared(golden: Sent, mine: Sent, floors: Sequence[Sent], rate: float, steps: Steps | None, power: bool) -> Gate:
     chats = rendering.compare(golden, mine)
     rows = steps_log.read_steps(mine.path).rows if steps is None else steps
     bad = [i for i, one in enumerate(floors) if not has_numbers(golden, one)]
