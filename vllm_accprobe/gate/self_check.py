@@ -218,7 +218,7 @@ class Distance:
 
     @property
     def rounds(self) -> bool:
-        """Whether rounding may explain what they differ by: else the way is wrong, and no measure of another one."""
+        """Whether rounding may explain what they differ by: else the way measures others only where no other does."""
         wide = float(np.sqrt(np.square(self.all[:, 3]).mean())) if self.by_prompt else 0.0
         return not wide or self.usual[0] <= ROUNDED * wide
 
@@ -283,7 +283,7 @@ def judge(
             findings.append(PathFinding(w, None, why, left_out={} if d is None else dict(d.left_out)))
             continue
         measures = [distances[name] for name in noisy if name != w.name]
-        others = np.array([m.usual for m in measures if m.rounds]).reshape(-1, 2)
+        others = np.array([m.usual for m in [m for m in measures if m.rounds] or measures]).reshape(-1, 2)
         floor = (float(np.median(others[:, 0])), float(np.median(others[:, 1]))) if len(others) else (0.0, 0.0)
         findings.append(_judged(w, d, floor, rate / max(len(distances), 1)))
     outliers = tuple(f.way.name for f in findings if f.ok is False)

@@ -180,7 +180,7 @@ def test_a_floor_that_rounding_does_not_explain_excuses_nothing(tmp_path: Path) 
     doubted = compare(golden, side("off", 4, 1.0), [wrong], names=["plain in float16"])
     assert (doubted.verdict, doubted.p, doubted.times) == (None, None, None)
     assert "golden and plain in float16 differ by 4." in (doubted.why or "")
-    assert "one of them is wrong; what differs by less cannot be judged" in servers.gap_lines(doubted)[0]
+    assert "enlarges rounding; what differs by less cannot be judged" in servers.gap_lines(doubted)[0]
     assert servers.gap_json(doubted)["floors"][0]["distance"] > 4
     assert compare(golden, side("far", 5, 40.0), [wrong]).verdict == "fail"
     assert compare(golden, golden, [wrong]).verdict == "pass"

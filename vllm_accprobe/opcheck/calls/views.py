@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.random_inputs import draw, moments_of
-from vllm_accprobe.opcheck.reference import Call, MemoryLayout
+from vllm_accprobe.opcheck.reference import Call, MemoryLayout, decline_if
 
 _MOST = 1 << 26
 """Elements of a storage that is made again: a dump may come from a stranger."""
@@ -130,9 +130,8 @@ def read_at(
 ) -> tuple[Any, Any]:  # fmt: skip
     """What a kernel reads that takes ``tensor`` to lie at another stride and offset, and which elements of that are
     known, bool of its shape: of the tensor's own, of ``others`` in the same storage, and of the memory where it is
-    known. first: the row of the whole with which all of them begin. Of more than _READ elements none is known."""
-    if tensor.numel() > _READ:
-        return tensor, torch.zeros((), dtype=torch.bool).expand(tensor.shape)
+    known. first: the row of the whole with which all of them begin. Raises Declined."""
+    decline_if(tensor.numel() > _READ, f"it has more than {_READ:,} elements")
     at = torch.full(tuple(tensor.shape), begin)
     for dim, (n, s) in enumerate(zip(tensor.shape, stride, strict=True)):
         numbers = torch.arange(n) + (0 if dim else first)
