@@ -32,9 +32,10 @@ ENOUGH = 4.0
 runs; the faults of the gate's laboratory lie above 6."""
 ROUNDED = 0.25
 """Of golden's spread: how far a floor of rounding alone may be from golden at most. Measured: servers of one model of
-four layers in two dtypes are at most 0.009 of it apart; of 61 other tiny models, float32 and bfloat16, the logits
-are 0.007 of their size apart in the middle one, 0.06 in all but two (0.23 with experts at near ties, 0.35 where cancellation
-enlarges rounding). Another model's answers are 1 away. Chosen: four times 0.06; what is beyond has no limit of use."""
+four layers in two dtypes are at most 0.009 of it apart; of 61 other tiny models, float32 and bfloat16, the logits are
+0.007 of their size apart in the middle one, 0.06 in all but two (0.23 with experts at near ties, 0.35 where
+cancellation enlarges rounding). Another model's answers are 1 away. Chosen: four times 0.06; what is beyond has no
+limit of use."""
 ALL = "all tokens"
 _MOST = 64.0
 _STEPS = 3
