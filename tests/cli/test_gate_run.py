@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_a_fault_fails_and_its_condition_is_said(here_served: Path, capsys: Any)
     said = json.loads(Path("out/gate.json").read_text())
     assert said["condition"]["axis"] == "phase"
     assert all(w["ordinal"] > 0 for w in said["worst"])
+
+
+def test_a_floor_that_is_wrong_excuses_nothing(here_served: Path, monkeypatch: Any, capsys: Any) -> None:
+    """float16 is broken: float32 is the floor; where both are, nothing is judged."""
+    words = ("vllm serve M", "vllm serve M --fault=0.1")
+    monkeypatch.setitem(fake_vllm.ROUNDING, "float16", 5.0)
+    code, out, _ = gate_out(capsys, *words)
+    assert code == 1
+    assert "floor 0 (golden's command with --dtype=float32)" in out
+    monkeypatch.setitem(fake_vllm.ROUNDING, "float32", 5.0)
+    shutil.rmtree("out")
+    code, out, _ = gate_out(capsys, *words)
+    assert code == 3
+    assert out.startswith("no verdict: golden and golden's command with --dtype=float16 differ by ")
+    said = json.loads(Path("out/gate.json").read_text())
+    assert (said["verdict"], len(said["floors"])) == (None, 2)
 
 
 def test_servers_that_could_be_captured_leave_nothing_where_they_agree(here_served: Path, capsys: Any) -> None:
