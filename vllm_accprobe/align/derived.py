@@ -122,8 +122,8 @@ def _picked(whole: np.ndarray, part: np.ndarray) -> bool:
 
 
 def _cut(whole: np.ndarray, part: np.ndarray) -> dict[str, Any] | None:
-    """Which columns of ``whole`` are ``part``: of the whole, or of each of some groups of heads, as a projection has
-    them that holds a group's queries, key, value and gate side by side. None where there are none."""
+    """Which columns of ``whole`` are ``part``: of the whole, or of each of so many groups of heads (``groups``), as a
+    projection has them that holds a group's queries, key, value and gate side by side. None where there are none."""
     widths = whole.shape[1], part.shape[1]
     if not (whole[0] == part[0, 0]).any():
         return None
@@ -131,7 +131,8 @@ def _cut(whole: np.ndarray, part: np.ndarray) -> dict[str, Any] | None:
         of_each = (x.reshape(-1, width // groups) for x, width in zip((whole, part), widths, strict=True))
         at = _offset(*of_each)
         if at is not None:
-            return {"axis": -1, "begin": at, "end": at + widths[1] // groups}
+            found = {"axis": -1, "begin": at, "end": at + widths[1] // groups}
+            return found | ({"groups": groups} if groups > 1 else {})
     return None
 
 
