@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +23,29 @@ if TYPE_CHECKING:
 _SETTINGS = "SETTINGS"
 
 
-@dataclass(frozen=True)
-class BisectOptions:
-    """The server, golden, and which settings are varied."""
-
-    command: list[str] = argument("-- CMD...", "The server that is wrong: vllm serve MODEL ...")
+def bisect(
+    *,
+    command: list[str] = argument("-- CMD...", "The server that is wrong: vllm serve MODEL ..."),
     golden: str = option("--golden", "", "A folder of send, a URL or a command; the plain command by default.",
-                         metavar="SIDE")  # fmt: skip
-    out: Path = options.out("the runs", Path("accprobe-bisect"))
-    prompts: str | None = options.prompts("")
-    only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS)
-    hold: list[str] = option("--hold", [], "Keep these as in CMD.", metavar=_SETTINGS)
+                         metavar="SIDE"),
+    out: Path = options.out("the runs", Path("accprobe-bisect")),
+    prompts: str | None = options.prompts(""),
+    only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS),
+    hold: list[str] = option("--hold", [], "Keep these as in CMD.", metavar=_SETTINGS),
     plain: list[str] = option("--plain", [], "Another plain value, of attention. Can be repeated.",
-                              metavar="SETTING=VALUE")  # fmt: skip
-    switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE")
-    floor: list[str] = options.floors()
-    no_floor: bool = options.no_floor()
-    narrow: bool = option("--narrow", False, "Also find the value from which a number that was found fails.")
+                              metavar="SETTING=VALUE"),
+    switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE"),
+    floor: list[str] = options.floors(),
+    no_floor: bool = options.no_floor(),
+    narrow: bool = option("--narrow", False, "Also find the value from which a number that was found fails."),
     repeat: int = option("--repeat", 1, "Times that each is run: all must pass to count as pass.", metavar="N", min=1,
-                         max=20)  # fmt: skip
+                         max=20),
     share: float | None = option("--share", None, "A run fails from this share of CMD's distance on. Default: 0.5.",
-                                 metavar="S")  # fmt: skip
-    plan: bool = option("--plan", False, "Only print what would be done: settings, number of runs. Writes nothing.")
-    as_json: bool = options.as_json()
-
-
-def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
+                                 metavar="S"),
+    plan: bool = option("--plan", False, "Only print what would be done: settings, number of runs. Writes nothing."),
+    as_json: bool = options.as_json(),
+    serving: options.ServingOptions,
+) -> None:  # fmt: skip
     """Find the smallest set of settings that makes a server's numbers wrong.
 
     Each run serves CMD with some settings made plain (no prefix caching, no chunks, native operators ...), sends the
@@ -64,37 +60,36 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     from vllm_accprobe.gate.served_run import checked
     from vllm_accprobe.report import servers
 
-    out, as_json = what.out, what.as_json
-    share = trials.SHARE if what.share is None else what.share
+    share = trials.SHARE if share is None else share
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
     output_paths.check(out, {})
-    target = edits.command(what.command, os.environ)
+    target = edits.command(command, os.environ)
     checked(target)
-    floors = [replies.read(Path(path)) for path in what.floor]
-    vendors = edits.read_vendor(what.switches, target) if what.switches else ()
-    plain = options.pairs(what.plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
-    prompts, folder = _prompts(what.golden, what.prompts or "", serving)
-    _check_golden(what.golden, target)
+    floors = [replies.read(Path(path)) for path in floor]
+    vendors = edits.read_vendor(switches, target) if switches else ()
+    values = options.pairs(plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
+    sent, folder = _prompts(golden, prompts or "", serving)
+    _check_golden(golden, target)
     there = edits.options_offered(target)
-    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in plain})
-    axes = _chosen(found, what.only, what.hold)
+    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in values})
+    axes = _chosen(found, only, hold)
     versions = {"vllm": there.version, "accprobe": __version__}
     variables = [name for a in found for name, _ in a.edit.environ]
-    runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
+    runs = trials.Trials(out, sent, versions, made_by(sent.source), variables)
     kept = sum(1 for p in (out / "trials").glob("*/sent/send.json"))
-    usual, most = expected(axes, bool(what.golden))
+    usual, most = expected(axes, bool(golden))
     show(servers.plan_lines(axes, usual, most, kept), err=as_json)
-    if what.plan or not axes:
+    if plan or not axes:
         report(as_json, servers.plan_json(axes, usual, most, kept), ())
         raise typer.Exit(0)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     going_on("the runs are", out)
-    against = folder or _golden(what.golden, prompts, out, runs)
-    rate = trials.rate_each(usual, len(prompts.lines))
+    against = folder or _golden(golden, sent, out, runs)
+    rate = trials.rate_each(usual, len(sent.lines))
     trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
-    trier.expected, trier.floors, trier.own_floor = usual, floors, not what.no_floor
-    _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
+    trier.expected, trier.floors, trier.own_floor = usual, floors, not no_floor
+    _go(trier, bool(golden), repeat - 1, narrow, as_json)
 
 
 def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> None:
