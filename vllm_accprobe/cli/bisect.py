@@ -76,7 +76,7 @@ def bisect(
     axes = _chosen(found, only, hold)
     versions = {"vllm": there.version, "accprobe": __version__}
     variables = [name for a in found for name, _ in a.edit.environ]
-    runs = trials.Trials(out, sent, versions, made_by(sent.source), variables)
+    runs = trials.Trials(out, sent, versions, made_by(sent.prompts), variables)
     kept = sum(1 for p in (out / "trials").glob("*/sent/send.json"))
     usual, most = expected(axes, bool(golden))
     show(servers.plan_lines(axes, usual, most, kept), err=as_json)
@@ -143,10 +143,9 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
         if len(how["arrive"]) < 2:
             raise CommandError(f"{folder} has one pass: send golden's with --arrive one --arrive all")
     lines = prompts_file.read(prompts or "default")
-    arrive = tuple(parse(word) for word in how.pop("arrive"))
-    source = Path(prompts or "default").name
-    how |= {"timeout": serving.timeout, "ready": serving.ready, "say": serving.say()}
-    return TrialPrompts(tuple(lines), arrive, source=source, **how), sent
+    arrive = tuple(parse(word).word for word in how.pop("arrive"))
+    how |= {"timeout": serving.timeout, "ready_s": serving.ready, "say": serving.say()}
+    return TrialPrompts(Path(prompts or "default").name, arrive, lines=tuple(lines), **how), sent
 
 
 def _check_golden(golden: str, target: ServeCommand) -> None:
@@ -166,16 +165,13 @@ def _check_golden(golden: str, target: ServeCommand) -> None:
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:
     """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
     from vllm_accprobe.gate.bisect import edits
-    from vllm_accprobe.gate.sending import passes, replies
-    from vllm_accprobe.gate.sending.client import Sender
+    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending.passes import made_by
 
     if not golden:
         return None
     if golden.startswith(("http://", "https://")):
-        how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
-        sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
-        passes.send(sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden",
-                    passes.made_by(prompts.source))  # fmt: skip
+        prompts.send(golden, os.environ.get("VLLM_API_KEY", ""), out / "golden", made_by(prompts.prompts))
         return replies.read(out / "golden")
     tried = trials.run(edits.command([golden], os.environ))
     if tried.sent is None:
