@@ -88,7 +88,8 @@ def gate(
     if localizing.heal and not localizing.localize:
         raise CommandError("--heal heals what --localize names: give both")
     from vllm_accprobe.cli import gate_run
+    from vllm_accprobe.cli.gate_heal import heal
 
     if sides.prompts != "default" and Path(golden).is_dir():
         raise CommandError("--prompts: GOLDEN is a folder, and golden's own prompts are sent: leave --prompts away")
-    gate_run.run(sides, localizing, settings)
+    gate_run.run(sides, localizing, settings, heal)

@@ -55,9 +55,9 @@ class Opened:
     gate: gating.Gate
 
 
-def run(what: Any, localizing: Any, sending: SendSettings) -> NoReturn:
+def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., list[dict[str, Any]]]) -> NoReturn:
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. what, localizing: gate.GateOptions,
-    gate.LocalizeOptions."""
+    gate.LocalizeOptions; heal: gate_heal.heal."""
     unnamed = what.out is None and not all(Path(side).is_dir() for side in (what.golden, what.mine, *what.floor))
     if unnamed:
         what = replace(what, out=Path("accprobe-gate") / Path(default_dir()).name)
@@ -67,13 +67,16 @@ def run(what: Any, localizing: Any, sending: SendSettings) -> NoReturn:
         gigabytes = preflight.room_for(out, 2 * gigabytes) / 2
     kept = KeptServers(root=(out or Path()) / LOCALIZED, gigabytes=gigabytes)
     try:
-        verdict = _followed(what, localizing, sending, kept, unnamed)
+        verdict = _followed(what, localizing, sending, heal, kept, unnamed)
     finally:
         kept.close()
     raise typer.Exit(CODES[verdict])
 
 
-def _followed(what: Any, localizing: Any, sending: SendSettings, kept: KeptServers, unnamed: bool) -> str | None:
+def _followed(
+    what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., list[dict[str, Any]]], kept: KeptServers,
+    unnamed: bool,
+) -> str | None:  # fmt: skip
     """The verdict, once all that follows from it is done and printed. kept: servers that may be captured."""
     from vllm_accprobe.report import servers
 
@@ -106,8 +109,6 @@ def _followed(what: Any, localizing: Any, sending: SendSettings, kept: KeptServe
         found = localize(failed, out, sending, gigabytes, tell)
         fields |= {} if found is None else {"dig": found.to_json()}
         if localizing.heal:
-            from vllm_accprobe.cli.gate_heal import heal  # which imports this module
-
             fields["heal"] = heal(what, opened, found, sending, gigabytes, tell)
         keep()
     report(as_json, fields, ())
