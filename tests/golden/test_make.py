@@ -17,7 +17,7 @@ from forcible_server import Machine
 from synthetic_model import MemoryDump, capture, write
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.cli.golden_server import _line
+from vllm_accprobe.cli.golden import _line
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.localize import MEASURED, RowSizes
 from vllm_accprobe.gate.sending.client import NotServed, Reply

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -14,15 +13,12 @@ from vllm_accprobe.cli.output import answer
 from vllm_accprobe.refusals import CommandError
 
 
-@dataclass(frozen=True)
-class ArmOptions:
-    """Which server, and whether it captures at all."""
-
-    dump: Path = argument("DUMP", "The directory into which the server captures.")
-    off: bool = option("--off", False, "Capture nothing from now on.")
-
-
-def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
+def arm(
+    *,
+    dump: Path = argument("DUMP", "The directory into which the server captures."),
+    off: bool = option("--off", False, "Capture nothing from now on."),
+    capture: options.CaptureOptions,
+) -> None:
     """Switch a running server's capture on for these requests, or off.
 
     Writes DUMP/arm.json, which the server reads before each step. Options that are left out are as the server was
@@ -33,12 +29,11 @@ def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
     from vllm_accprobe.dump.schema import RUN_JSON
     from vllm_accprobe.run.watcher import Watcher
 
-    dump = server.dump
     names = ("requests", "tokens", "modules", "steps")
     chosen = {name: value for name in names if (value := getattr(capture, name)) is not None}
-    if server.off and chosen:
+    if off and chosen:
         raise CommandError(f"--off captures nothing: leave --{next(iter(chosen))} away")
-    selection = arm_file.parse_selection({"on": not server.off, **chosen})
+    selection = arm_file.parse_selection({"on": not off, **chosen})
     if not dump.is_dir():
         raise CommandError(f"{dump} is no directory: name the one that the server captures into (VLLM_ACCPROBE_DIR)")
     if dump.stat().st_uid != os.geteuid():
@@ -52,5 +47,5 @@ def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
         raise CommandError(f"{dump}: no server writes into this dump any more")
     path = arm_file.write(dump, selection)
     when = "before its next step" if found.ranks else "at its first step, once it has one"
-    answer(armed=not server.off, file=path, selection=chosen, running=bool(found.ranks))
-    typer.echo(f"{'disarmed' if server.off else 'armed'}: the server reads {path} {when}")
+    answer(armed=not off, file=path, selection=chosen, running=bool(found.ranks))
+    typer.echo(f"{'disarmed' if off else 'armed'}: the server reads {path} {when}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +23,29 @@ if TYPE_CHECKING:
 _SETTINGS = "SETTINGS"
 
 
-@dataclass(frozen=True)
-class BisectOptions:
-    """The server, golden, and which settings are varied."""
-
-    command: list[str] = argument("-- CMD...", "The server that is wrong: vllm serve MODEL ...")
+def bisect(
+    *,
+    command: list[str] = argument("-- CMD...", "The server that is wrong: vllm serve MODEL ..."),
     golden: str = option("--golden", "", "A folder of send, a URL or a command; the plain command by default.",
-                         metavar="SIDE")  # fmt: skip
-    out: Path = options.out("the runs", Path("accprobe-bisect"))
-    prompts: str | None = options.prompts("")
-    only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS)
-    hold: list[str] = option("--hold", [], "Keep these as in CMD.", metavar=_SETTINGS)
+                         metavar="SIDE"),
+    out: Path = options.out("the runs", Path("accprobe-bisect")),
+    prompts: str | None = options.prompts(""),
+    only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS),
+    hold: list[str] = option("--hold", [], "Keep these as in CMD.", metavar=_SETTINGS),
     plain: list[str] = option("--plain", [], "Another plain value, of attention. Can be repeated.",
-                              metavar="SETTING=VALUE")  # fmt: skip
-    switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE")
-    floor: list[str] = options.floors()
-    no_floor: bool = options.no_floor()
-    narrow: bool = option("--narrow", False, "Also find the value from which a number that was found fails.")
+                              metavar="SETTING=VALUE"),
+    switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE"),
+    floor: list[str] = options.floors(),
+    no_floor: bool = options.no_floor(),
+    narrow: bool = option("--narrow", False, "Also find the value from which a number that was found fails."),
     repeat: int = option("--repeat", 1, "Times that each is run: all must pass to count as pass.", metavar="N", min=1,
-                         max=20)  # fmt: skip
+                         max=20),
     share: float | None = option("--share", None, "A run fails from this share of CMD's distance on. Default: 0.5.",
-                                 metavar="S")  # fmt: skip
-    plan: bool = option("--plan", False, "Only print what would be done: settings, number of runs. Writes nothing.")
-    as_json: bool = options.as_json()
-
-
-def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
+                                 metavar="S"),
+    plan: bool = option("--plan", False, "Only print what would be done: settings, number of runs. Writes nothing."),
+    as_json: bool = options.as_json(),
+    serving: options.ServingOptions,
+) -> None:  # fmt: skip
     """Find the smallest set of settings that makes a server's numbers wrong.
 
     Each run serves CMD with some settings made plain (no prefix caching, no chunks, native operators ...), sends the
@@ -64,37 +60,36 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     from vllm_accprobe.gate.served_run import checked
     from vllm_accprobe.report import servers
 
-    out, as_json = what.out, what.as_json
-    share = trials.SHARE if what.share is None else what.share
+    share = trials.SHARE if share is None else share
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
     output_paths.check(out, {})
-    target = edits.command(what.command, os.environ)
+    target = edits.command(command, os.environ)
     checked(target)
-    floors = [trials.TrialFloor(path, replies.read(Path(path))) for path in what.floor]
-    vendors = edits.read_vendor(what.switches, target) if what.switches else ()
-    plain = options.pairs(what.plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
-    prompts, folder = _prompts(what.golden, what.prompts or "", serving)
-    _check_golden(what.golden, target)
+    floors = [trials.TrialFloor(path, replies.read(Path(path))) for path in floor]
+    vendors = edits.read_vendor(switches, target) if switches else ()
+    values = options.pairs(plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
+    sent, folder = _prompts(golden, prompts or "", serving)
+    _check_golden(golden, target)
     there = edits.options_offered(target)
-    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in plain})
-    axes = _chosen(found, what.only, what.hold)
+    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in values})
+    axes = _chosen(found, only, hold)
     versions = {"vllm": there.version, "accprobe": __version__}
     variables = [name for a in found for name, _ in a.edit.environ]
-    runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
+    runs = trials.Trials(out, sent, versions, made_by(sent.prompts), variables)
     kept = sum(1 for p in (out / "trials").glob("*/sent/send.json"))
-    usual, most = expected(axes, bool(what.golden))
+    usual, most = expected(axes, bool(golden))
     show(servers.plan_lines(axes, usual, most, kept), err=as_json)
-    if what.plan or not axes:
+    if plan or not axes:
         report(as_json, servers.plan_json(axes, usual, most, kept), ())
         raise typer.Exit(0)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     going_on("the runs are", out)
-    against = folder or _golden(what.golden, prompts, out, runs)
-    rate = trials.rate_each(usual, len(prompts.lines))
+    against = folder or _golden(golden, sent, out, runs)
+    rate = trials.rate_each(usual, len(sent.lines))
     trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
-    trier.expected, trier.floors, trier.own_floor = usual, floors, not what.no_floor
-    _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
+    trier.expected, trier.floors, trier.own_floor = usual, floors, not no_floor
+    _go(trier, bool(golden), repeat - 1, narrow, as_json)
 
 
 def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> None:
@@ -150,10 +145,9 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
         if len(how["arrive"]) < 2:
             raise CommandError(f"{folder} has one pass: send golden's with --arrive one --arrive all")
     lines = prompts_file.read(prompts or "default")
-    arrive = tuple(parse(word) for word in how.pop("arrive"))
-    source = Path(prompts or "default").name
-    how |= {"timeout": serving.timeout, "ready": serving.ready, "say": serving.say()}
-    return TrialPrompts(tuple(lines), arrive, source=source, **how), sent
+    arrive = tuple(parse(word).word for word in how.pop("arrive"))
+    how |= {"timeout": serving.timeout, "ready_s": serving.ready, "say": serving.say()}
+    return TrialPrompts(Path(prompts or "default").name, arrive, lines=tuple(lines), **how), sent
 
 
 def _check_golden(golden: str, target: ServeCommand) -> None:
@@ -173,16 +167,13 @@ def _check_golden(golden: str, target: ServeCommand) -> None:
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:
     """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
     from vllm_accprobe.gate.bisect import edits
-    from vllm_accprobe.gate.sending import passes, replies
-    from vllm_accprobe.gate.sending.client import Sender
+    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending.passes import made_by
 
     if not golden:
         return None
     if golden.startswith(("http://", "https://")):
-        how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
-        sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
-        passes.send(sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden",
-                    passes.made_by(prompts.source))  # fmt: skip
+        prompts.send(golden, os.environ.get("VLLM_API_KEY", ""), out / "golden", made_by(prompts.prompts))
         return replies.read(out / "golden")
     tried = trials.run(edits.command([golden], os.environ))
     if tried.sent is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,32 +29,28 @@ KINDS = ("h5", "npz", "safetensors", "onnx")
 SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    """From where, to where."""
-
-    dump: Path = argument("DUMP", "A dump of any format (accprobe inspect --formats).")
-    place: Path | None = argument("[OUT]", "As --out; behind --out a GLOB.", None)
-    names: list[str] = options.globs()
-    out: Path | None = options.out("a file for one rank, a directory for several; DUMP-h5", None)
-    at_end: bool = hidden("--at-end", False, "Of VLLM_ACCPROBE_EXPORT: into the dump, where torch_xray has it.")
-    to: str | None = option("--to", None, "Container; else by OUT's ending.", metavar="|".join(KINDS))
-    level: int | None = options.level()
-
-
-def convert(what: ConvertOptions, tensors: options.SelectionOptions) -> None:
+def convert(
+    *,
+    dump: Path = argument("DUMP", "A dump of any format (accprobe inspect --formats)."),
+    place: Path | None = argument("[OUT]", "As --out; behind --out a GLOB.", None),
+    names: list[str] = options.globs(),
+    out: Path | None = options.out("a file for one rank, a directory for several; DUMP-h5", None),
+    at_end: bool = hidden("--at-end", False, "Of VLLM_ACCPROBE_EXPORT: into the dump, where torch_xray has it."),
+    to: str | None = option("--to", None, "Container; else by OUT's ending.", metavar="|".join(KINDS)),
+    level: int | None = options.level(),
+    tensors: options.SelectionOptions,
+) -> None:
     """Export a dump to HDF5 (torch_xray's layout), npz or safetensors; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
-    dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.io import containers
     from vllm_accprobe.report.text import size
 
-    named = what.out or what.place
-    if what.out is not None and what.place is not None:  # then what follows DUMP are globs
-        names = [str(what.place), *names]
+    named = out or place
+    if out is not None and place is not None:  # then what follows DUMP are globs
+        names = [str(place), *names]
     kind = to or (named.suffix.lstrip(".") if named is not None else "h5")
     if kind not in KINDS:
         subject = f"{kind} is" if kind else f"{named} has no ending, and names"
@@ -64,10 +59,10 @@ def convert(what: ConvertOptions, tensors: options.SelectionOptions) -> None:
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
     if named is None and (kind != "h5" or not dump.is_dir()):
         raise CommandError("OUT is missing: name a file or a directory")
-    out = named or (dump if what.at_end else dump.absolute().with_name(f"{dump.absolute().name}-h5"))
+    out = named or (dump if at_end else dump.absolute().with_name(f"{dump.absolute().name}-h5"))
     if named is None:
         os.umask(0o077)  # a dump holds users' prompts, and so do they
-    if not what.at_end:
+    if not at_end:
         output_paths.check_place(out, [dump], "OUT")
     output_paths.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":

@@ -25,20 +25,6 @@ _RUN_S = 3600.0
 
 
 @dataclass(frozen=True)
-class DoctorOptions:
-    """This environment, or a wheel."""
-
-    as_json: bool = options.as_json()
-    quick: bool = option("--quick", False, "Leave out what needs vLLM imported (about ten seconds).")
-    timeout: float | None = option("--timeout", None, "How long to wait; for vLLM's import (180), for each run of "
-                                   "--graphs (3600).", metavar="S", min=1.0)  # fmt: skip
-    wheel: list[Path] = option("--wheel", [], "Read a wheel or sdist, not installed: is all there that capture relies "
-                               "on? A vendor's, and its vLLM's. Can be repeated.", metavar="FILE")  # fmt: skip
-    dump: Path | None = option("--dump", None, "Was the model of this capture built as its config.json asks, and were "
-                               "its inputs and weights right? Needs torch.", metavar="DUMP")  # fmt: skip
-
-
-@dataclass(frozen=True)
 class GraphProofOptions:
     """Do taps in captured graphs change what is computed?"""
 
@@ -54,7 +40,18 @@ class GraphProofOptions:
     port: int | None = option("--port", None, "A server's port: CMD listens there.", min=1, max=65535, metavar="N")
 
 
-def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
+def doctor(
+    *,
+    as_json: bool = options.as_json(),
+    quick: bool = option("--quick", False, "Leave out what needs vLLM imported (about ten seconds)."),
+    timeout: float | None = option("--timeout", None, "How long to wait; for vLLM's import (180), for each run of "
+                                   "--graphs (3600).", metavar="S", min=1.0),
+    wheel: list[Path] = option("--wheel", [], "Read a wheel or sdist, not installed: is all there that capture relies "
+                               "on? A vendor's, and its vLLM's. Can be repeated.", metavar="FILE"),
+    dump: Path | None = option("--dump", None, "Was the model of this capture built as its config.json asks, and were "
+                               "its inputs and weights right? Needs torch.", metavar="DUMP"),
+    of_graphs: GraphProofOptions,
+) -> None:  # fmt: skip
     """Check whether a capture would work in this environment, and print what would go wrong.
 
     Examines vLLM and its platform, both entry points, VLLM_PLUGINS, the hook points of this release, the
@@ -70,16 +67,15 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
     against the row map, loaded weights against the checkpoint. Exit code 0: nothing is wrong, 1: something is, 2: it
     cannot be read, 3: nothing in it could be checked.
     """
-    json, quick, timeout = here.as_json, here.quick, here.timeout
-    alone = "--wheel" if here.wheel else "--dump" if here.dump is not None else ""
+    alone = "--wheel" if wheel else "--dump" if dump is not None else ""
     if alone and (of_graphs.command or of_graphs.graphs or quick):
         raise CommandError(f"{alone} goes with --json only")
-    if here.wheel:
-        raise typer.Exit(_wheels(here.wheel, json))
-    if here.dump is not None:
-        raise typer.Exit(_dump(here.dump, json))
+    if wheel:
+        raise typer.Exit(_wheels(wheel, as_json))
+    if dump is not None:
+        raise typer.Exit(_dump(dump, as_json))
     if of_graphs.graphs:
-        raise typer.Exit(_graphs(of_graphs, json, timeout or _RUN_S))
+        raise typer.Exit(_graphs(of_graphs, as_json, timeout or _RUN_S))
     if of_graphs.command:
         raise CommandError("a command is run with --graphs only: accprobe doctor --graphs -- CMD ...")
     if wrong := [name for name in options.used(of_graphs) if name not in ("--out", "--max-tokens")]:
@@ -89,7 +85,7 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
     findings = examine(quick=quick, timeout=timeout or 180.0)
     errors = sum(f.level == ERROR for f in findings)
     fields = {"schema": 1, "ok": not errors, "findings": [f.to_json() for f in findings]}
-    report(json, fields, [*lines(findings), summary(findings)], indent=2)
+    report(as_json, fields, [*lines(findings), summary(findings)], indent=2)
     raise typer.Exit(int(bool(errors)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,22 +20,17 @@ _GRACE_S = 10.0
 """How long an engine that stops itself has for it before its command is signalled."""
 
 
-@dataclass(frozen=True)
-class ErrcheckOptions:
-    """What is run, and what is an error."""
-
-    command: list[str] = argument("[-- CMD...]", "vllm serve ..., a script, a shell line.", [])
-    exec: str | None = options.exec_line()
-    dir: str | None = options.dump_dir()
-    kinds: str = option("--kinds", "overflow,nan", "What is an error: overflow, nan, or both.", metavar="KINDS")
-    ranks: str | None = options.ranks()
-    exit: bool = option("--exit", False, "Stop the command at the first finding; exit code 1.")
+def errcheck(
+    command: list[str] = argument("[-- CMD...]", "vllm serve ..., a script, a shell line.", []),
+    exec: str | None = options.exec_line(),
+    dir: str | None = options.dump_dir(),
+    kinds: str = option("--kinds", "overflow,nan", "What is an error: overflow, nan, or both.", metavar="KINDS"),
+    ranks: str | None = options.ranks(),
+    exit: bool = option("--exit", False, "Stop the command at the first finding; exit code 1."),
     graphs: bool = option("--graphs", False, "Leave compiled and captured graphs as configured; modules inside are "
-                          "not seen.")  # fmt: skip
-    read: Path | None = option("--read", None, "Print what a finished run found there.", metavar="DIR")
-
-
-def errcheck(what: ErrcheckOptions) -> None:
+                          "not seen."),
+    read: Path | None = option("--read", None, "Print what a finished run found there.", metavar="DIR"),
+) -> None:  # fmt: skip
     """Find the first NaN, Inf or overflow of a running engine or script: accprobe errcheck -- vllm serve MODEL.
 
     Prints module, step, request and position, whether its inputs were good, and which rank was first; keeps that
@@ -51,7 +45,7 @@ def errcheck(what: ErrcheckOptions) -> None:
     def reports(root: Path) -> list[RankReport]:
         return read_reports(root) or read_reports(root / "errcheck")
 
-    command, read = _command(what.command, what.exec), what.read
+    command = _command(command, exec)
     if read is not None:
         if command:
             raise CommandError("--read is of a run that has ended; leave the command away")
@@ -76,8 +70,8 @@ def errcheck(what: ErrcheckOptions) -> None:
     from vllm_accprobe.run.launcher import run as launch
 
     environ = dict(os.environ)
-    environ[PREFIX + "ERRCHECK"] = ",".join([what.kinds, *(["exit"] if what.exit else [])])
-    for name, value in (("DIR", what.dir), ("RANKS", what.ranks), ("GRAPHS", "1" if what.graphs else None)):
+    environ[PREFIX + "ERRCHECK"] = ",".join([kinds, *(["exit"] if exit else [])])
+    for name, value in (("DIR", dir), ("RANKS", ranks), ("GRAPHS", "1" if graphs else None)):
         if value is not None:
             environ[PREFIX + name] = value
     config = ProbeConfig.from_env(environ)
@@ -93,7 +87,7 @@ def errcheck(what: ErrcheckOptions) -> None:
     seen: list[float] = []
 
     def tick() -> None:
-        if what.exit and any(r.first is not None for r in reports(root)):
+        if exit and any(r.first is not None for r in reports(root)):
             seen.append(time.monotonic())
             if seen[-1] - seen[0] > _GRACE_S:
                 os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on

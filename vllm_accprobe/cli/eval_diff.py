@@ -37,19 +37,17 @@ class EvaluationOptions:
     csv: Path | None = option("--csv", None, "Write a csv there: a row for each metric.", metavar="FILE")
 
 
-@dataclass(frozen=True)
-class EvalDiffOptions:
-    """What is compared."""
-
-    golden: Path = argument("A", "Of the machine that is trusted: a file or folder of answers, a trainer's jsonl.")
-    mine: str = argument("B", "Of the other one; of a trainer also a folder of accprobe send, a URL, a command.")
-    out: Path | None = options.out("the answers, where B is a server", None)
-    rate: float | None = options.rate()
-    as_json: bool = options.as_json()
-    verbose: bool = options.verbose()
-
-
-def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: options.ScoringOptions) -> None:
+def eval_diff(
+    *,
+    golden: Path = argument("A", "Of the machine that is trusted: a file or folder of answers, a trainer's jsonl."),
+    mine: str = argument("B", "Of the other one; of a trainer also a folder of accprobe send, a URL, a command."),
+    out: Path | None = options.out("the answers, where B is a server", None),
+    rate: float | None = options.rate(),
+    as_json: bool = options.as_json(),
+    verbose: bool = options.verbose(),
+    evaluation: EvaluationOptions,
+    scoring: options.ScoringOptions,
+) -> None:
     """Compare two runs of an evaluation, or a trainer's log-probabilities with a server's.
 
     Reads lm-evaluation-harness, evalscope, OpenCompass and AISBench: for each metric whether the difference is more
@@ -60,19 +58,19 @@ def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: opt
     """
     from vllm_accprobe.gate import trainer
 
-    options.check_rate(runs.rate)
-    if runs.golden.is_file():
+    options.check_rate(rate)
+    if golden.is_file():
         try:
-            trainer.read(runs.golden)
+            trainer.read(golden)
         except trainer.TrainerError:
             pass
         else:
             if wrong := list(options.used(evaluation)):
-                raise CommandError(f"{wrong[0]} goes with two runs of an evaluation, and {runs.golden} is a trainer's")
-            compare_trainer(runs.golden, runs.mine, scoring.settings("default"), runs.out, runs.as_json)
-    if runs.out is not None:
+                raise CommandError(f"{wrong[0]} goes with two runs of an evaluation, and {golden} is a trainer's")
+            compare_trainer(golden, mine, scoring.settings("default"), out, as_json)
+    if out is not None:
         raise CommandError("--out goes with a trainer's jsonl and a server")
-    compare_samples(runs.golden, Path(runs.mine), evaluation, runs.rate, runs.as_json, runs.verbose)
+    compare_samples(golden, Path(mine), evaluation, rate, as_json, verbose)
 
 
 def compare_samples(

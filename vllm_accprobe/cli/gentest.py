@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,41 +20,35 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.kit.shrink import Shrunk
 
 
-@dataclass(frozen=True)
-class GentestOptions:
-    """Which calls, and where the tests go."""
-
-    dump: Path = options.dump()
-    failed: bool = option("--failed", False, "Calls that opcheck finds wrong, the worst of each module.")
-    ops: list[str] = options.ops()
-    ids: str = options.ids()
-    out: Path | None = options.out("a new folder, accprobe-gentest", None)
+def gentest(
+    dump: Path = options.dump(),
+    failed: bool = option("--failed", False, "Calls that opcheck finds wrong, the worst of each module."),
+    ops: list[str] = options.ops(),
+    ids: str = options.ids(),
+    out: Path | None = options.out("a new folder, accprobe-gentest", None),
     factory: str = hidden("--factory", "", "jprof's: all operators, tensors as captured (else drawn), or drawn.",
-                          metavar="load|draw")  # fmt: skip
-    cpu_init: bool = hidden("--cpu_init", False, "jprof's: inputs lie on the CPU first, as here always.")
-    blacklist: bool = hidden("--blacklist", False, "jprof's: without operators that have no reference.")
-    seed: int = options.seed()
-    limit: int = option("--limit -n", 50, "At most this many; 0: all calls.", min=0, metavar="N")
-    weights: Path | None = options.weights()
+                          metavar="load|draw"),
+    cpu_init: bool = hidden("--cpu_init", False, "jprof's: inputs lie on the CPU first, as here always."),
+    blacklist: bool = hidden("--blacklist", False, "jprof's: without operators that have no reference."),
+    seed: int = options.seed(),
+    limit: int = option("--limit -n", 50, "At most this many; 0: all calls.", min=0, metavar="N"),
+    weights: Path | None = options.weights(),
     kernel: str = option("--kernel", "", "FILE.py:FUNCTION or MODULE:FUNCTION, run in the operators' place: calls are "
-                         "cut to what it fails for.", metavar="NAME")  # fmt: skip
-    whole: bool = option("--whole", False, "Failing calls are not cut to the smallest part that fails.")
-    real_values: bool = option("--real-values", False, "Captured numbers stay, where drawn ones fail as well.")
-
-
-def gentest(what: GentestOptions) -> None:
+                         "cut to what it fails for.", metavar="NAME"),
+    whole: bool = option("--whole", False, "Failing calls are not cut to the smallest part that fails."),
+    real_values: bool = option("--real-values", False, "Captured numbers stay, where drawn ones fail as well."),
+) -> None:  # fmt: skip
     """Write captured calls as tests: tensors, float64 references and one parametrised test per operator.
 
     The folder runs with torch and pytest alone, on the machine whose kernel is in question: `pytest --device npu --load
     torch_npu --detail-csv npu.csv`. Exit code 0: written, 2: bad usage or unreadable input, 3: no such call.
     """
-    factory, failed, ops, ids, dump = what.factory, what.failed, what.ops, what.ids, what.dump
     if factory not in ("", "load", "draw"):
         raise CommandError(f"--factory {factory[:20]}: load takes captured tensors, draw draws them")
     if not failed and not ops and not ids and not factory:
         raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
-    most = what.limit or sys.maxsize
-    out = what.out or Path("pytests" if factory else "accprobe-gentest")
+    most = limit or sys.maxsize
+    out = out or Path("pytests" if factory else "accprobe-gentest")
     if factory and not ops and not ids and not failed:
         ops = ["*:*"]  # operators: their places have a colon
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
@@ -70,18 +63,17 @@ def gentest(what: GentestOptions) -> None:
     from vllm_accprobe.report.text import count
 
     try:
-        kernel = load_function(what.kernel) if what.kernel else None
+        function = load_function(kernel) if kernel else None
     except ValueError as why:
         raise CommandError(f"--kernel {why}") from None
-    calls, references, choice = opened_calls(dump, what.weights), default_references(), Options(ids=ids_of(ids))
-    drawing = collect.DrawnCalls(what.seed, factory == "draw", references if what.blacklist else None)
+    calls, references, choice = opened_calls(dump, weights), default_references(), Options(ids=ids_of(ids))
+    drawing = collect.DrawnCalls(seed, factory == "draw", references if blacklist else None)
     if ops and not calls.taps(ops):
         raise NothingThere(f"{dump}: --ops matches no call{near_names(dump, ops)}")
     chosen = (collect.failed(calls, references, ops, choice) if failed else
               collect.matching(calls, ops, choice, most, drawing))  # fmt: skip
     try:
-        found = collect.write_cases(chosen, references, out / "cases", most, kernel, failed, what.real_values,
-                                    what.whole)  # fmt: skip
+        found = collect.write_cases(chosen, references, out / "cases", most, function, failed, real_values, whole)
         left = [*found.left, *drawing.notes(), *_of_cuts(found.cuts), *found.notes]
         say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
         if not found.written:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -44,35 +44,21 @@ class LineOptions:
         return keys.endpoint if keys else Endpoint(self.host, self.port, self.shared, self.tls)
 
 
-@dataclass(frozen=True)
-class ReceiveOptions:
-    """What is checked, and where it goes."""
-
-    ops: list[str] = options.ops()
-    weights: Path | None = options.weights()
+def serve(
+    *,
+    line: LineOptions,
+    ops: list[str] = options.ops(),
+    weights: Path | None = options.weights(),
     standard: str | None = option("--standard", None, "The limits, as for opcheck; with --config msprobe's.",
-                                  metavar="NAME")  # fmt: skip
-    against: str = options.against()
-    jobs: int = options.jobs()
-    max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
-    ahead: float = option("--ahead-gb", 4.0, "How much may be unchecked; then senders wait.", min=0.001, metavar="GB")
-    wait: float = option("--wait", 0.0, "End after this time without data; 0: never.", metavar="S")
-    out: Path = options.out("and the calls", Path("accprobe-online"))
-    verbose: bool = options.verbose()
-
-
-@dataclass(frozen=True)
-class OnlineSendOptions:
-    """What is sent."""
-
-    dump: Path | None = argument("[DUMP]", "Directory of a dump, also while it is written; by default dump_path of "
-                                 "--config.", None)  # fmt: skip
-    follow: bool = option("--follow", False, "Continue until the capture ends; DUMP may not exist yet.")
-    patience: float = option("--patience", 120.0, "How long to try where the receiver does not answer.", min=0.0,
-                             metavar="S")  # fmt: skip
-
-
-def serve(line: LineOptions, what: ReceiveOptions) -> None:
+                                  metavar="NAME"),
+    reference: str = options.against(),
+    jobs: int = options.jobs(),
+    max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB"),
+    ahead: float = option("--ahead-gb", 4.0, "How much may be unchecked; then senders wait.", min=0.001, metavar="GB"),
+    wait: float = option("--wait", 0.0, "End after this time without data; 0: never.", metavar="S"),
+    out: Path = options.out("and the calls", Path("accprobe-online")),
+    verbose: bool = options.verbose(),
+) -> None:  # fmt: skip
     """Receive calls and check them as they come, on the golden's machine; then report as opcheck does.
 
     Ends when all ranks have ended, or at Ctrl-C with what has arrived. Started again with the same --out, it
@@ -82,33 +68,45 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
 
     require_torch("online serve")
     keys = read_keys(line.config, RECEIVES) if line.config is not None else None
-    endpoint, out, weights = line.endpoint(keys), what.out, what.weights
+    endpoint = line.endpoint(keys)
     say_notes(keys.notes if keys else ())
     going_on("what came is", out)
     selected = _ranks(line.ranks or "") or (keys.ranks if keys else None)
-    globs = tuple(what.ops) or (keys.ops if keys else ())
+    globs = tuple(ops) or (keys.ops if keys else ())
     require_directory(weights, "--weights")
     require_directory(endpoint.tls, "--tls")
     check_out(out, None, [])
-    from vllm_accprobe.online.serving import Serving
+    from vllm_accprobe.online.serving import RECEIVED, Serving
     from vllm_accprobe.opcheck.compat.msprobe import write_by_rank
+    from vllm_accprobe.opcheck.run.job import Job
 
-    standard = what.standard or ("operator" if keys is None else "msprobe")
-    job = _job(out, weights, globs, standard, what.against)
-    serving = Serving(job, endpoint, out, selected, budget=int(what.max_gb * 1e9),
-                      ahead=int(what.ahead * 1e9), say=typer.echo)  # fmt: skip
+    standard = standard or ("operator" if keys is None else "msprobe")
+    check_standard(standard)
+    way, golden = against(reference, None)
+    model = str(weights.resolve()) if weights else ""
+    job = Job(str((out / RECEIVED).resolve()), model, globs, (), way, golden, standard)
+    serving = Serving(job, endpoint, out, selected, budget=int(max_gb * 1e9),
+                      ahead=int(ahead * 1e9), say=typer.echo)  # fmt: skip
     try:
-        serving.wait(what.wait)
-        found = serving.finish(what.jobs)
+        serving.wait(wait)
+        found = serving.finish(jobs)
     finally:
         serving.close()
     if found is None:
         raise NothingThere(f"{out}: no rank sent anything that was taken")
-    conclude(found, Path(job.dump), job, out, standard, bool(globs), what.verbose,
+    conclude(found, Path(job.dump), job, out, standard, bool(globs), verbose,
              lambda out: write_by_rank(out, job.dump) if keys is not None else [])  # fmt: skip
 
 
-def send(what: OnlineSendOptions, line: LineOptions) -> None:
+def send(
+    *,
+    dump: Path | None = argument("[DUMP]", "Directory of a dump, also while it is written; by default dump_path of "
+                                 "--config.", None),
+    follow: bool = option("--follow", False, "Continue until the capture ends; DUMP may not exist yet."),
+    patience: float = option("--patience", 120.0, "How long to try where the receiver does not answer.", min=0.0,
+                             metavar="S"),
+    line: LineOptions,
+) -> None:  # fmt: skip
     """Send a dump's calls to the machine where `accprobe online serve` checks them.
 
     Reads what is on the disk, in a process of its own. A broken connection is opened again and continues after what
@@ -119,7 +117,7 @@ def send(what: OnlineSendOptions, line: LineOptions) -> None:
     from vllm_accprobe.online.sending import send_dump
 
     keys = read_keys(line.config, SENDS) if line.config is not None else None
-    endpoint, dump, follow = line.endpoint(keys), what.dump or (keys.dump if keys else None), what.follow
+    endpoint, dump = line.endpoint(keys), dump or (keys.dump if keys else None)
     if dump is None:
         raise CommandError("DUMP is missing: name a dump's directory, or dump_path in the file of --config")
     if keys is not None and line.tls is not None:  # msprobe's sending side has no such key
@@ -132,7 +130,7 @@ def send(what: OnlineSendOptions, line: LineOptions) -> None:
         raise CommandError(f"{dump} does not exist: name a dump's directory, or --follow one that is to come")
     selected = _ranks(line.ranks or "") or (keys.ranks if keys else None)
     going_on("what arrived is", None)
-    done = send_dump(dump, endpoint, selected, follow=follow, patience=what.patience,
+    done = send_dump(dump, endpoint, selected, follow=follow, patience=patience,
                      say=lambda text: typer.echo(text, err=True))  # fmt: skip
     typer.echo(done)
     answer(dump=dump, receiver=endpoint.shared or f"{endpoint.host}:{endpoint.port}", said=done)
@@ -143,16 +141,6 @@ def _ranks(text: str) -> tuple[int, ...] | None:
     if any(high >= _LEAST for _, high in found):
         raise CommandError(f"--ranks: there are fewer than {_LEAST:,} ranks")
     return tuple(sorted({r for low, high in found for r in range(low, high + 1)})) or None
-
-
-def _job(out: Path, weights: Path | None, ops: tuple[str, ...], standard: str, reference: str) -> Any:
-    from vllm_accprobe.online.serving import RECEIVED
-    from vllm_accprobe.opcheck.run.job import Job
-
-    check_standard(standard)
-    way, golden = against(reference, None)
-    model = str(weights.resolve()) if weights else ""
-    return Job(str((out / RECEIVED).resolve()), model, ops, (), way, golden, standard)
 
 
 for _function, _short in ((serve, "Receive calls on the golden's machine, and check them as they come"),

@@ -2,8 +2,9 @@
 
 The problem: five commands have the same option, and a command with thirty parameters passes them on by hand. The idea:
 a group is a frozen dataclass whose fields are made by `option`, `hidden` and `argument`; groups inherit from groups;
-`expanded` turns a function of groups into one of their fields, which is what typer reads, and builds the groups again
-when the command line was parsed. `Command` rewrites other tools' names and our older ones first (aliases.py).
+what one command alone has, and reads itself, are parameters of its function, made by the same three. `expanded` turns
+such a function into one of all the options, which is what typer reads, and builds the groups again when the command
+line was parsed. `Command` rewrites other tools' names and our older ones first (aliases.py).
 
 One name means one thing in all commands, and its help begins with the same sentence everywhere
 (tests/cli/test_options.py). Metavars in the plural are lists, with commas or repeated.
@@ -65,35 +66,39 @@ HIDDEN = "hidden"
 
 
 def expanded(function: Callable[..., Any], command: str, **fixed: Any) -> Callable[..., Any]:
-    """``function``, each of whose parameters is a group, as a function of the groups' fields. It gets --json where no
-    group has it (output.answered). command: its name, in that JSON; fixed: arguments that no option stands for."""
+    """``function``, whose parameters are groups and options of its own, as a function of all these options. It gets
+    --json where it has none (output.answered). command: its name, in that JSON; fixed: arguments that no option stands
+    for."""
     hints = typing.get_type_hints(function, include_extras=True)
-    own = [name for name, p in inspect.signature(function).parameters.items() if p.default is inspect.Parameter.empty]
     groups: dict[str, Any] = {}
     parameters: dict[str, inspect.Parameter] = {}
 
-    def add(f: dataclasses.Field[Any], kind: Any, unseen: bool) -> None:
+    def add(name: str, f: dataclasses.Field[Any], kind: Any, unseen: bool = False) -> None:
         declaration = copy.copy(f.metadata["option"])
         declaration.hidden = declaration.hidden or unseen
         default = inspect.Parameter.empty if (value := default_of(f)) is MISSING else value
-        parameters[f.name] = inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declaration]
+        parameters[name] = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declaration]
         )
 
-    for name in own:
-        unseen = typing.get_origin(hints[name]) is Annotated
-        groups[name] = group = typing.get_args(hints[name])[0] if unseen else hints[name]
-        types = typing.get_type_hints(group)
-        for f in dataclasses.fields(group):
-            add(f, types[f.name], unseen)
+    for name, p in inspect.signature(function).parameters.items():
+        if isinstance(p.default, dataclasses.Field):
+            add(name, p.default, hints[name])
+        elif p.default is inspect.Parameter.empty:
+            unseen = typing.get_origin(hints[name]) is Annotated
+            groups[name] = group = typing.get_args(hints[name])[0] if unseen else hints[name]
+            types = typing.get_type_hints(group)
+            for f in dataclasses.fields(group):
+                add(f.name, f, types[f.name], unseen)
     own_json = "as_json" in parameters
     if not own_json:
-        add(dataclasses.fields(_JsonOption)[0], bool, False)
+        add("as_json", as_json(), bool)
 
     def run(**values: Any) -> Any:
-        made = {name: group(**{f.name: values[f.name] for f in dataclasses.fields(group)})
+        to_json = not own_json and values.pop("as_json")
+        made = {name: group(**{f.name: values.pop(f.name) for f in dataclasses.fields(group)})
                 for name, group in groups.items()}  # fmt: skip
-        return answered(command, not own_json and values["as_json"], lambda: function(**made, **fixed))
+        return answered(command, to_json, lambda: function(**made, **values, **fixed))
 
     run.__doc__, run.__name__, run.__module__ = function.__doc__, function.__name__, function.__module__
     run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -229,11 +234,6 @@ against = _shared("--against", "float64", "float64, device (this machine's accel
 def out(what: str, default: Any = ...) -> Any:
     """The option ``--out``. what: is written there."""
     return option("--out -o", default, f"Where the results go: {what}.", metavar="DIR")
-
-
-@dataclass(frozen=True)
-class _JsonOption:
-    as_json: bool = as_json()
 
 
 @dataclass(frozen=True)

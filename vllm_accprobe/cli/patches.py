@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,31 +17,25 @@ if TYPE_CHECKING:
     from vllm_accprobe.patching.schema import Target
 
 
-@dataclass(frozen=True)
-class PatchesOptions:
-    """Which patches, and what is done."""
-
-    action: str = argument("list|check", "list: name them; check: compare with the source.")
-    which: list[str] = argument("[NAME|FILE.toml]...", "Default: all that are shipped.", [])
+def patches(
+    action: str = argument("list|check", "list: name them; check: compare with the source."),
+    which: list[str] = argument("[NAME|FILE.toml]...", "Default: all that are shipped.", []),
     source: Path | None = option("--source", None, "A package's directory to check against, e.g. an unpacked wheel's "
-                                 "vllm/.", metavar="DIR")  # fmt: skip
-    verbose: bool = options.verbose()
-
-
-def patches(what: PatchesOptions) -> None:
+                                 "vllm/.", metavar="DIR"),
+    verbose: bool = options.verbose(),
+) -> None:  # fmt: skip
     """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
 
     VLLM_ACCPROBE_PATCHES=NAME,... applies them while the probe is on.
     Exit code 0: all fit, 1: a place is refused, 2: bad usage or no patch, 3: there is nothing to check against.
     """
-    action, source, verbose = what.action, what.source, what.verbose
     from vllm_accprobe.patching.install import ABSENT, FITS, REFUSED, check, package_root, package_version
     from vllm_accprobe.patching.schema import choose
     from vllm_accprobe.report.text import count
 
     if action not in ("list", "check"):
         raise CommandError(f"patches {action}: write list or check")
-    chosen = choose(what.which or ["all"])
+    chosen = choose(which or ["all"])
     if action == "list":
         answer(patches=[{"name": p.name, "about": p.about, "places": [_place(t) for t in p.targets]} for p in chosen])
         width = max(len(p.name) for p in chosen)

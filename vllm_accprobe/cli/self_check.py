@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,28 +21,24 @@ if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import SendSettings
 
 
-@dataclass(frozen=True)
-class SelfCheckOptions:
-    """The server, and where the answers go."""
-
-    command: list[str] = argument("-- CMD...|URL", "vllm serve MODEL ..., or a running server.")
-    prompts: str | None = options.prompts("default")
-    out: Path = options.out("a folder for the answers; one begun is continued", Path("accprobe-self"))
-    rate: float | None = options.rate()
-    as_json: bool = options.as_json()
-
-
-def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:
+def self_check(
+    *,
+    command: list[str] = argument("-- CMD...|URL", "vllm serve MODEL ..., or a running server."),
+    prompts: str | None = options.prompts("default"),
+    out: Path = options.out("a folder for the answers; one begun is continued", Path("accprobe-self")),
+    rate: float | None = options.rate(),
+    as_json: bool = options.as_json(),
+    scoring: options.ScoringOptions,
+) -> None:
     """Send one server the same prompts in several ways, and name the way whose answers differ.
 
     Alone, in a batch, with a prefix hit, in chunks, and what else its options allow.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: bad usage, or the server does not answer, 3: nothing
     could be compared.
     """
-    options.check_rate(server.rate)
-    words = server.command
-    side = words[0] if len(words) == 1 else shlex.join(words)
-    check_server(side, scoring.settings(server.prompts or "default"), server.out, server.rate, server.as_json)
+    options.check_rate(rate)
+    side = command[0] if len(command) == 1 else shlex.join(command)
+    check_server(side, scoring.settings(prompts or "default"), out, rate, as_json)
 
 
 def check_server(side: str, settings: SendSettings, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,26 +17,23 @@ from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.waiting import progress, waiting
 
 
-@dataclass(frozen=True)
-class SendOptions:
-    """What is sent, to whom, and where the answers go."""
-
-    out: Path = options.out("a folder; one begun is continued")
+def send(
+    *,
+    out: Path = options.out("a folder; one begun is continued"),
     prompts: str = argument("[PROMPTS]", "A jsonl (with vLLM's parameters; an OpenAI batch too), a ShareGPT json, a "
-                            "text with a prompt on each line, or default.", "default")  # fmt: skip
-    url: str = option("--url", "", "The server, for example http://localhost:8000.", metavar="URL")
-    engine: str = option("--engine", "", "Or a command that serves: started, and ended.", metavar="CMD")
+                            "text with a prompt on each line, or default.", "default"),
+    url: str = option("--url", "", "The server, for example http://localhost:8000.", metavar="URL"),
+    engine: str = option("--engine", "", "Or a command that serves: started, and ended.", metavar="CMD"),
     along: Path | None = option("--teacher-force", None, "Golden's folder: its token ids are sent, and forced as "
-                                "answers.", metavar="GOLDEN")  # fmt: skip
+                                "answers.", metavar="GOLDEN"),
     arrive: list[str] = option("--arrive", [], "one, all or poisson:RATE; a pass for each. Default: one, all; "
-                               "golden's.", metavar="HOW")  # fmt: skip
+                               "golden's.", metavar="HOW"),
     top: int | None = option("--top", None, "Log-probabilities for each token. Default: 20; golden's.", metavar="N",
-                             min=2, max=1000)  # fmt: skip
+                             min=2, max=1000),
     score_tokens: int = option("--score-tokens", 1024, "Longer ones are not scored: a server may lack the memory.",
-                               metavar="N", min=2)  # fmt: skip
-
-
-def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
+                               metavar="N", min=2),
+    of: options.ScoringOptions,
+) -> None:  # fmt: skip
     """Send the same prompts to a server, greedily by default, and keep token ids and log-probabilities.
 
     Sends them one by one and then all at once. Where the server can be forced, the second pass gets the tokens of the
@@ -50,17 +46,16 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender
     from vllm_accprobe.report.text import count
 
-    url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
     if bool(url) == bool(engine):
         raise CommandError("name a server with --url, or a command that serves with --engine, one of the two")
-    if along is not None and what.prompts != prompts_file.DEFAULT:
+    if along is not None and prompts != prompts_file.DEFAULT:
         raise CommandError("--teacher-force: golden's prompts are sent; leave PROMPTS away")
     try:
         golden = None if along is None else passes.golden_of(along)
         was = {"arrive": ["one", "all"], "concurrency": 64, "top": 20} | (
             golden.about.get("settings", {}) if golden else {}
         )
-        arrivals = [passes.parse(word) for word in what.arrive or was["arrive"] if word != passes.SCORE]
+        arrivals = [passes.parse(word) for word in arrive or was["arrive"] if word != passes.SCORE]
     except ValueError as e:
         raise CommandError(f"--arrive: {e}") from None
     except (passes.TeacherForcingError, replies.FolderError) as e:
@@ -68,10 +63,10 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     output_paths.check_begun(out, replies.exists(out), "send")
     going_on("the answers are", out)
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
-    how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
+    how |= {"top": top or was["top"], "score_tokens": score_tokens}
     try:
         noted = partial(prompts_file.read, note=lambda line: say_notes([line]))
-        lines = noted(what.prompts) if golden is None else passes.forced_lines(golden)
+        lines = noted(prompts) if golden is None else passes.forced_lines(golden)
         digest = None if golden is None else passes.digest(golden)
         concurrency = of.concurrency or was["concurrency"]
         words = [one.word for one in arrivals]
@@ -91,7 +86,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
                 plan = passes.planned(sender, digest, len(arrivals), of.score, begun)
             total = len(lines) * (len(arrivals) + plan.score)
             tell = stack.enter_context(progress("send", total, steps=True, pace=of.say()))
-            made = passes.made_by(what.prompts if along is None else along.name)
+            made = passes.made_by(prompts if along is None else along.name)
             chats = rendering.chats(lines) if golden is None else rendering.sent_chats(golden.path)
             done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan, chats=chats)
     except OtherIds as e:

@@ -30,7 +30,7 @@ from typing import Any
 
 from vllm_accprobe.children import Child
 from vllm_accprobe.config import ENV, PREFIX, ConfigError, ProbeConfig, default_dir
-from vllm_accprobe.doctor.inside import MARKER
+from vllm_accprobe.doctor.inside import MARKER, release_of
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
@@ -90,8 +90,8 @@ def _distributions(path: Path_) -> dict[str, metadata.Distribution]:
 
 def release(version: str) -> tuple[int, int] | None:
     """``0.32.0+cpu`` → (0, 32); None for what is not a release, such as a development version 0.1.dev7."""
-    match = re.match(r"(\d+)\.(\d+)(?!\d*\.?dev)", version)
-    return (int(match[1]), int(match[2])) if match else None
+    found = release_of(version)
+    return None if found is None else (found[0], found[1])
 
 
 def vllm_distribution(path: Path_ = None) -> list[Finding]:

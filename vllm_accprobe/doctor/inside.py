@@ -33,11 +33,11 @@ def main() -> None:
         ("version", _version),
         ("platform", _platform),
         ("worker", _worker),
-        ("runners", _runners),
+        ("runners", lambda: {key: _runner(_named(*of), release_of(_version())) for key, of in RUNNERS.items()}),
         ("default_runner", _default_runner),
         ("scheduler", lambda: _all_lacking(*SCHEDULER)),
         ("engine_args", lambda: _all_lacking(ARGUMENTS)),
-        ("capture", _capture),
+        ("capture", lambda: importlib.import_module("vllm_accprobe.capture.vllm.capturing").__name__),
     ):
         answers[name] = _answer(question)
         if name == "version" and "error" in answers[name]:
@@ -120,10 +120,6 @@ def _worker() -> str:
     return _there(place).partition(":")[0]
 
 
-def _runners() -> dict[str, dict[str, Any]]:
-    return {name: _runner(_named(*places), release_of(_version())) for name, places in RUNNERS.items()}
-
-
 def _runner(places: Sequence[VllmPlace], release: Release | None) -> dict[str, Any]:
     if not places or not _there(places[0]):
         return {"there": False}
@@ -147,7 +143,3 @@ def _default_runner() -> str:
 
 def _all_lacking(*names: str) -> list[str]:
     return [name for place in _named(*names) for name in _lacking(place, release_of(_version()))]
-
-
-def _capture() -> str:
-    return str(importlib.import_module("vllm_accprobe.capture.vllm.capturing").__name__)

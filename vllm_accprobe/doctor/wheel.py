@@ -22,7 +22,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -66,7 +66,7 @@ def read(path: Path) -> Package:
             files, metadata = _taken(path, _zipped(path))
         elif path.name.endswith((".tar.gz", ".tgz")):
             files, metadata = _taken(path, _tarred(path))
-            files = {_without_top(name): data for name, data in files.items() if "/" in name}
+            files = {re.sub(r"\A[^/]*/(?:src/)?", "", name): data for name, data in files.items() if "/" in name}
         else:
             raise WheelError(f"{path}: neither a wheel (.whl) nor a source distribution (.tar.gz)")
     except OSError as error:
@@ -144,11 +144,6 @@ class _Limited:
         if self._left < 0:
             raise WheelError(f"{self._path}: it unfolds to more than {_MOST_STREAMED >> 30} GB: refused")
         return data
-
-
-def _without_top(name: str) -> str:
-    rest = name.partition("/")[2]
-    return rest[4:] if rest.startswith("src/") else rest
 
 
 def _header(metadata: bytes, name: str) -> str:
@@ -681,11 +676,12 @@ def findings(wheels: Wheels, looked: Sequence[CheckedPlace], modes: Sequence[Mod
     out = [_what(wheels)]
     there, kinds = sum(one.there for one in looked), len(looked)
     out.append(Finding(OK, "names", f"{there} names that capture relies on are there, in {kinds} classes and modules"))
-    out += [Finding(ERROR, "missing", f"{one.owner}: {one.what}{_at(one.at)}", one.loss) for one in lacks(looked)]
-    out += [
-        Finding(OK, f"mode: {one.mode.fate}", f"{one.mode.name} ({one.at})", "" if one.mode.on else one.mode.says)
-        for one in modes
-    ]
+    for one in lacks(looked):
+        where = f" ({one.at})" if one.at else ""
+        out.append(Finding(ERROR, "missing", f"{one.owner}: {one.what}{where}", one.loss))
+    for found in modes:
+        mode = found.mode
+        out.append(Finding(OK, f"mode: {mode.fate}", f"{mode.name} ({found.at})", "" if mode.on else mode.says))
     return out
 
 
@@ -703,10 +699,7 @@ def to_json(wheels: Wheels, looked: Sequence[CheckedPlace], modes: Sequence[Mode
         "vllm": str(wheels.base),
         "findings": [one.to_json() for one in findings(wheels, looked, modes)],
         "places": [{"place": one.place, "owner": one.owner, "at": one.at, "there": one.there} for one in looked],
-        "missing": [
-            {"place": one.place, "owner": one.owner, "what": one.what, "loss": one.loss, "at": one.at}
-            for one in lacks(looked)
-        ],
+        "missing": [asdict(one) for one in lacks(looked)],
         "modes": [{"mode": one.mode.name, "fate": one.mode.fate, "says": one.mode.says, "at": one.at} for one in modes],
     }
 
@@ -726,7 +719,3 @@ def _what(wheels: Wheels) -> Finding:
     if release(wheels.wheel.version) != release(wheels.base.version):
         return Finding(WARNING, "wheel", text, "their releases differ: name the vLLM that this version is made for")
     return Finding(OK, "wheel", text)
-
-
-def _at(where: str) -> str:
-    return f" ({where})" if where else ""

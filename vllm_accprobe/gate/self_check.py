@@ -473,10 +473,8 @@ def _all(
     these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathSettings, found: PathAnswers
 ) -> None:
     """Of one server. Raises SendError."""
-    plain = Sender(url, key, timeout=how.settings.timeout, top=how.settings.top)
-    plain = replace(plain, max_tokens=how.settings.max_tokens, model=how.settings.model)
     with waiting(lambda: "asking what the server can", how.settings.say):
-        known, server = plain.introduced()
+        known, server = how.settings.sender(url, key).introduced()
         forced = known.how_forced()
     salt = secrets.token_hex(16)
     decoding = forced if forced != client.SCORED else None

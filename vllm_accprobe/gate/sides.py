@@ -18,7 +18,7 @@ import itertools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_accprobe.gate import preflight
@@ -117,6 +117,9 @@ class SendSettings:
     score: bool | None = None
     say: Pace = USUAL
 
+    def sender(self, url: str, key: str) -> Sender:
+        return Sender(url, key, self.timeout, self.top, self.max_tokens, self.model)
+
 
 def side(text: str) -> ServerSide:
     """A folder that is there, a URL, or what has a space. Raises SideError."""
@@ -133,15 +136,9 @@ def side(text: str) -> ServerSide:
 
 
 def made(
-    what: str,
-    of: ServerSide,
-    out: Path,
-    sending: SendSettings,
-    golden: Sent | None,
-    progress: Progress,
-    environ: dict[str, str],
-    servers: KeptServers,
-) -> Sent:
+    what: str, of: ServerSide, out: Path, sending: SendSettings, golden: Sent | None, progress: Progress,
+    environ: dict[str, str], servers: KeptServers,
+) -> Sent:  # fmt: skip
     """The folder of a side, which is sent to ``out`` where it is none. what: golden, mine or floor N, for people.
     golden: whose tokens are forced; None: the side answers freely. Raises SideError, NotServed; what was answered is
     kept."""
@@ -261,7 +258,7 @@ def _sent(
     arrivals = [parse(word) for word in words]
     top = settings.get("top", sending.top)
     with waiting(lambda: f"{what}: asking what the server can", sending.say):
-        sender, about = Sender(*server, sending.timeout, top, sending.max_tokens, sending.model).introduced()
+        sender, about = replace(sending, top=top).sender(*server).introduced()
         if golden is not None:
             passes.check_vocabulary(sender, golden)
         plan = passes.planned(sender, digest, len(arrivals), sending.score, replies.begun(out))

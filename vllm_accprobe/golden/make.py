@@ -131,9 +131,8 @@ def golden_server(
     existing folder. Raises NotServed, SendError."""
     environ = environment(environ, work / DUMP, gigabytes)
     with served(name, command, environ, work, how.ready_s, how.say) as run:
-        sender = Sender(run.command.url, run.command.key, how.timeout, how.top, how.max_tokens, how.model)
         with waiting(lambda: f"{name}: asking the server what it supports", how.say):
-            sender, about = sender.introduced()
+            sender, about = how.sender(run.command.url, run.command.key).introduced()
         yield GoldenServer(sender, about, work, how)
 
 

@@ -18,7 +18,7 @@ from online.online_certificates import Authority
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.gate.sending import client, replies
-from vllm_accprobe.gate.sending.client import Reply, generated, scored
+from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.passes import parse
 
 
@@ -117,15 +117,15 @@ EMPTY = Reply("p", 0.0, 0.0)
 def test_a_forced_token_outside_of_the_best_stands_last() -> None:
     place = {"token_id": 9, "logprob": -7.5, "rank": 80}
     best = [{"token_id": 9, "logprob": -7.5}, {"token_id": 4, "logprob": -0.5}, {"token_id": 3, "logprob": -1.5}]
-    reply = generated(EMPTY, {
+    reply = client.read(EMPTY, {
         "choices": [
             {"token_ids": [9], "finish_reason": "length", "logprobs": {"content": [place | {"top_logprobs": best}]}}
         ],
         "prompt_token_ids": [1, 2], "usage": {"prompt_tokens_details": {"cached_tokens": 16}},
-    })  # fmt: skip
+    }, client.TRACE)  # fmt: skip
     assert (reply.prompt_token_ids, reply.token_ids, reply.logprobs, reply.cached) == ([1, 2], [9], [-7.5], 16)
     assert (reply.top, reply.margins) == ([([4, 3, 9], [-0.5, -1.5, -7.5])], [1.0])
-    same = client.completion(EMPTY, {"choices": [{
+    same = client.read(EMPTY, {"choices": [{
         "token_ids": [9], "prompt_token_ids": [1, 2], "finish_reason": "length", "logprobs": {"token_logprobs": [-7.5],
         "top_logprobs": [{"token_id:9": -7.5, "token_id:4": -0.5, "token_id:3": -1.5}]},
     }], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}})  # fmt: skip
@@ -135,16 +135,16 @@ def test_a_forced_token_outside_of_the_best_stands_last() -> None:
 def test_a_prompt_that_was_scored() -> None:
     places = [None, {"5": {"logprob": -2.0, "rank": 3}, "8": {"logprob": -0.25}}, {"6": {"logprob": -0.125}}]
     answer = {"choices": [{"prompt_logprobs": places, "prompt_token_ids": [4, 5, 6]}]}
-    reply = scored(EMPTY, answer, 1)
+    reply = client.read(EMPTY, answer, client.SCORED, 1)
     assert (reply.prompt_token_ids, reply.token_ids, reply.logprobs) == ([4], [5, 6], [-2.0, -0.125])
     assert (reply.top, reply.margins) == ([([8, 5], [-0.25, -2.0]), ([6], [-0.125])], [1.75, None])
-    assert scored(EMPTY, answer, 2).token_ids == [6]
+    assert client.read(EMPTY, answer, client.SCORED, 2).token_ids == [6]
 
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"logprobs": None}]},
                                     {"choices": [{"prompt_logprobs": None}]}, math.nan])  # fmt: skip
 def test_what_is_no_answer_is_refused(answer: Any) -> None:
-    for read in (client.completion(EMPTY, answer), generated(EMPTY, answer), scored(EMPTY, answer, 1)):
+    for read in (client.read(EMPTY, answer, way, 1) for way in (None, client.TRACE, client.SCORED)):
         assert read.refused is not None
         assert read.token_ids is None
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.gate import sides
 from vllm_accprobe.gate.bisect.edits import MODEL_LENGTH, BisectError, Edit, ServeCommand, ServerSetting, partial
 from vllm_accprobe.gate.bisect.search import (
     FAIL,
@@ -38,12 +39,12 @@ from vllm_accprobe.gate.bisect.search import (
 )
 from vllm_accprobe.gate.measure import conditions, gating
 from vllm_accprobe.gate.sending import passes, prompts, replies
-from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
-from vllm_accprobe.gate.sending.passes import Arrival
+from vllm_accprobe.gate.sending.client import NotServed, ServerLost
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.served_run import served
-from vllm_accprobe.waiting import USUAL, Pace, waiting
+from vllm_accprobe.gate.sides import SendSettings
+from vllm_accprobe.waiting import waiting
 from vllm_accprobe.whole_file import write_private
 
 _CONFIG = "with config: "
@@ -107,23 +108,20 @@ _NOT = re.compile(r"VLLM_API_KEY$|HF_TOKEN$|ACCPROBE_TRACEBACK$|VLLM_LOGGING|VLL
 
 
 @dataclass(frozen=True)
-class TrialPrompts:
-    """What every trial is sent. source: what the prompts came from, for send.json."""
+class TrialPrompts(SendSettings):
+    """What every trial is sent, and how. prompts: what the lines came from, for send.json."""
 
-    lines: tuple[PromptLine, ...] = field(repr=False)
-    arrive: tuple[Arrival, ...]
-    concurrency: int
-    top: int
-    max_tokens: int
-    timeout: float
-    ready: float
-    source: str = ""
-    model: str = ""
-    say: Pace = USUAL
+    lines: tuple[PromptLine, ...] = field(default=(), repr=False)
 
     def digest(self) -> str:
-        how = [[a.word for a in self.arrive], self.concurrency, self.top, self.max_tokens, self.model]
+        how = [list(self.arrive), self.concurrency, self.top, self.max_tokens, self.model]
         return prompts.digest(list(self.lines)) + json.dumps(how)
+
+    def send(self, url: str, key: str, out: Path, made: Mapping[str, Any]) -> None:
+        """Raises what `passes.send` raises."""
+        sender, about = self.sender(url, key).introduced()
+        arrive = [passes.parse(word) for word in self.arrive]
+        passes.send(sender, about, list(self.lines), arrive, self.concurrency, out, dict(made))
 
 
 @dataclass(frozen=True)
@@ -197,15 +195,12 @@ class Trials:
         # The custom operators of the model are told at this level alone; with --enable-log-requests it tells prompts.
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
-        made = self._made | {"source": answers.source}
-        with served("the run", shlex.join(command.words), environ, place, answers.ready, answers.say) as run:
-            server = run.command
-            plain = Sender(server.url, server.key, answers.timeout, answers.top, answers.max_tokens, answers.model)
-            with waiting(lambda: "the run is sent the prompts", answers.say):
-                sender, about = plain.introduced()
-                passes.send(
-                    sender, about, list(answers.lines), list(answers.arrive), answers.concurrency, place / FOLDER, made
-                )
+        made = self._made | {"source": answers.prompts}
+        with (
+            served("the run", shlex.join(command.words), environ, place, answers.ready_s, answers.say) as run,
+            waiting(lambda: "the run is sent the prompts", answers.say),
+        ):
+            answers.send(run.command.url, run.command.key, place / FOLDER, made)
 
     def _known(self, key: str, place: Path) -> Tried | None:
         about = _read(place)
@@ -429,8 +424,6 @@ class Trier:
         """The plain configuration in another dtype, the first that is served and answers with numbers."""
         if self._plain is None:
             return
-        from vllm_accprobe.gate import sides
-
         line = shlex.join(self._plain.words)
         refused: list[str] = []
         far: list[TrialFloor] = []

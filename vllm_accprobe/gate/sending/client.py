@@ -93,7 +93,6 @@ def _chat(common: dict[str, Any], line: PromptLine, top: int) -> tuple[str, dict
 
 
 _TOKEN = "token_id:"
-_NONE = "an answer that is none of a completion"
 
 
 @dataclass(frozen=True)
@@ -122,78 +121,66 @@ class Reply:
     forced: str | None = None
 
 
-def completion(reply: Reply, answer: Any) -> Reply:
-    """A reply with what the json of either of OpenAI's routes says; refused where it is no answer of a completion."""
+Tops = list[tuple[list[int] | None, list[float]]]
+_Read = tuple[Any, Any, list[float | None] | None, Tops, Any, int | None]
+"""Ids of the prompt and of the answer, its log-probabilities (None: it has none), the most likely, finish, cached."""
+
+
+def read(reply: Reply, answer: Any, way: str | None = None, first: int = 0) -> Reply:
+    """A reply with what the json of an answer says; refused where it is none. way: in which its tokens were named.
+    first: of a prompt that was scored, the number of the token from which on they are taken for an answer."""
     try:
-        choice = answer["choices"][0]
-        usage = answer.get("usage") or {}
-        details = usage.get("prompt_tokens_details") or {}
-        prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        logprobs = choice.get("logprobs")
-        if isinstance(logprobs, dict) and "content" in logprobs:
-            content = logprobs["content"] or []
-            chosen = [_number(c.get("logprob")) for c in content]
-            tops = [_top([(t["token"], t["logprob"]) for t in c.get("top_logprobs") or []]) for c in content]
-        elif isinstance(logprobs, dict):
-            chosen = [_number(v) for v in logprobs.get("token_logprobs") or []]
-            tops = [_top(list((t or {}).items())) for t in logprobs.get("top_logprobs") or []]
-        else:
+        found = _scored(answer, first) if way == SCORED else (_generated if way == TRACE else _completion)(answer)
+        prompt, ids, logprobs, tops, finish, cached = found
+        if logprobs is None:
             return replace(reply, refused="an answer without log-probabilities")
-        return replace(
-            reply,
-            prompt_token_ids=_ids(prompt),
-            token_ids=_ids(choice.get("token_ids")),
-            logprobs=chosen,
-            top=tops,
-            margins=_margins(tops),
-            finish=str(choice.get("finish_reason")),
-            cached=details.get("cached_tokens") if isinstance(details, dict) else None,
-        )
+        margins = [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
+        return replace(reply, prompt_token_ids=_ids(prompt), token_ids=_ids(ids), logprobs=logprobs, top=tops,
+                       margins=margins, finish=str(finish), cached=cached)  # fmt: skip
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        return replace(reply, refused=_NONE)
+        scored = "an answer without log-probabilities of its prompt"
+        return replace(reply, refused=scored if way == SCORED else "an answer that is none of a completion")
 
 
-def generated(reply: Reply, answer: Any) -> Reply:
+def _completion(answer: Any) -> _Read:
+    """Of either of OpenAI's routes."""
+    choice = answer["choices"][0]
+    usage = answer.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+    logprobs = choice.get("logprobs")
+    chosen: list[float | None] | None = None
+    tops: Tops = []
+    if isinstance(logprobs, dict) and "content" in logprobs:
+        content = logprobs["content"] or []
+        chosen = [_number(c.get("logprob")) for c in content]
+        tops = [_top([(t["token"], t["logprob"]) for t in c.get("top_logprobs") or []]) for c in content]
+    elif isinstance(logprobs, dict):
+        chosen = [_number(v) for v in logprobs.get("token_logprobs") or []]
+        tops = [_top(list((t or {}).items())) for t in logprobs.get("top_logprobs") or []]
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return prompt, choice.get("token_ids"), chosen, tops, choice.get("finish_reason"), cached
+
+
+def _generated(answer: Any) -> _Read:
     """Of vLLM's /inference/v1/generate: numbers throughout."""
-    try:
-        choice = answer["choices"][0]
-        content = choice["logprobs"]["content"]
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        tops = [_best({int(t["token_id"]): t["logprob"] for t in [*c["top_logprobs"], c]}) for c in content]
-        return replace(
-            reply,
-            prompt_token_ids=_ids(answer.get("prompt_token_ids")),
-            token_ids=_ids(choice["token_ids"]),
-            logprobs=[_number(c["logprob"]) for c in content],
-            top=tops,
-            margins=_margins(tops),
-            finish=str(choice.get("finish_reason")),
-            cached=details.get("cached_tokens"),
-        )
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        return replace(reply, refused=_NONE)
+    choice = answer["choices"][0]
+    content = choice["logprobs"]["content"]
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    tops = [_best({int(t["token_id"]): t["logprob"] for t in [*c["top_logprobs"], c]}) for c in content]
+    chosen = [_number(c["logprob"]) for c in content]
+    prompt, cached = answer.get("prompt_token_ids"), details.get("cached_tokens")
+    return prompt, choice["token_ids"], chosen, tops, choice.get("finish_reason"), cached
 
 
-def scored(reply: Reply, answer: Any, first: int) -> Reply:
-    """Of a prompt that vLLM was asked to score (``prompt_logprobs``): its tokens from number ``first`` on are taken for
-    the answer to those before."""
-    try:
-        choice = answer["choices"][0]
-        scores, ids = choice["prompt_logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        places = [{int(i): t["logprob"] for i, t in place.items()} for place in scores[first:]]
-        chosen = [int(i) for i in ids[first:]]
-        tops = [_best(place) for place in places]
-        return replace(
-            reply,
-            prompt_token_ids=_ids(ids[:first]),
-            token_ids=chosen,
-            logprobs=[_number(place[i]) for place, i in zip(places, chosen, strict=True)],
-            top=tops,
-            margins=_margins(tops),
-            finish="length",
-        )
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        return replace(reply, refused="an answer without log-probabilities of its prompt")
+def _scored(answer: Any, first: int) -> _Read:
+    """Of a prompt that vLLM was asked to score (``prompt_logprobs``)."""
+    choice = answer["choices"][0]
+    scores, ids = choice["prompt_logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+    places = [{int(i): t["logprob"] for i, t in place.items()} for place in scores[first:]]
+    chosen = [int(i) for i in ids[first:]]
+    logprobs = [_number(place[i]) for place, i in zip(places, chosen, strict=True)]
+    return ids[:first], chosen, logprobs, [_best(place) for place in places], "length", None
 
 
 def ids_in(answer: Any) -> list[int] | None:
@@ -222,10 +209,6 @@ def _top(pairs: list[tuple[str, float]]) -> tuple[list[int] | None, list[float]]
 def _best(values: dict[int, Any]) -> tuple[list[int] | None, list[float]]:
     known = sorted(((i, float(v)) for i, v in values.items()), key=lambda p: (-p[1], p[0]))
     return [i for i, _ in known], [v for _, v in known]
-
-
-def _margins(tops: list[tuple[list[int] | None, list[float]]]) -> list[float | None]:
-    return [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
 
 
 SCORE_TOKENS = 1024
@@ -344,15 +327,12 @@ class Sender:
                 raise ServerLost(f"the server says {status} and is not healthy")
             return replace(reply, refused=refusal(status, answer, line))
         if line.along is None:
-            return completion(reply, answer)
+            return read(reply, answer)
         return self._forced(line, replace(reply, forced=self.way), answer)
 
     def _forced(self, line: PromptLine, reply: Reply, answer: Any) -> Reply:
         """Of a line whose tokens were named. Raises NotForced, OtherIds."""
-        if self.way == SCORED:
-            reply = scored(reply, answer, len(line.token_ids or ()))
-        else:
-            reply = (generated if self.way == TRACE else completion)(reply, answer)
+        reply = read(reply, answer, self.way, len(line.token_ids or ()))
         if reply.refused is not None:
             return reply
         got, forced = tuple(reply.token_ids or ()), line.along or ()

@@ -262,18 +262,10 @@ def settings(sender: Sender, arrive: list[Arrival], concurrency: int, plan: Forc
 
 
 def send(
-    sender: Sender,
-    server: dict[str, Any],
-    lines: list[PromptLine],
-    arrive: list[Arrival],
-    concurrency: int,
-    out: Path,
-    made: dict[str, Any],
-    progress: Callable[[int], None] = lambda done: None,
-    plan: Forcing = FREE,
-    before: Callable[[int], None] = lambda index: None,
-    chats: Sequence[PromptLine] = (),
-) -> Done:
+    sender: Sender, server: dict[str, Any], lines: list[PromptLine], arrive: list[Arrival], concurrency: int, out: Path,
+    made: dict[str, Any], progress: Callable[[int], None] = lambda done: None, plan: Forcing = FREE,
+    before: Callable[[int], None] = lambda index: None, chats: Sequence[PromptLine] = (),
+) -> Done:  # fmt: skip
     """Sends what ``out`` does not hold yet. server: from `Sender.introduced`; made: version and time, for send.json;
     progress: gets how many are done; plan: which passes are forced; before: called before each pass, while the server
     is idle; chats: prompts that the server renders for itself first. Raises ServerLost and SendError with what was
@@ -344,14 +336,9 @@ def _unscored(value: Any) -> Any:
 
 
 def _about(
-    sender: Sender,
-    server: dict[str, Any],
-    lines: list[PromptLine],
-    how: dict[str, Any],
-    out: Path,
-    made: dict[str, Any],
-    plan: Forcing,
-) -> dict[str, Any]:
+    sender: Sender, server: dict[str, Any], lines: list[PromptLine], how: dict[str, Any], out: Path,
+    made: dict[str, Any], plan: Forcing,
+) -> dict[str, Any]:  # fmt: skip
     """send.json of a new folder, or of one that is gone on with."""
     about = begun(out, lines, how, plan.golden)
     if about is not None:

@@ -78,14 +78,9 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "looks": tensor_details(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
     # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
-    covered = "".join(
-        f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>{text}</section>'
-        for name, title, text in (
-            ("coverage", "Coverage", sections.coverage(comparison)),
-            ("plan", "How it was paired and judged", sections.plan(comparison)),
-        )
-    )
-    covered = f'<div class="two">{covered}</div>'
+    two = sections.section("coverage", "Coverage", sections.coverage(comparison))
+    two += sections.section("plan", "How it was paired and judged", sections.plan(comparison))
+    covered = f'<div class="two">{two}</div>'
     figures = f'<dl class="figures">{sections.figures(comparison)}</dl>'
     holes = {
         "csp": escape(policy(scripts.values())),

@@ -88,6 +88,17 @@ def more_of(total: int, shown: int, where: str) -> str:
     return "".join(f'<p class="hint">{line}</p>' for line in more(total, shown, f"compare.json, {where}"))
 
 
+def section(name: str, heading: str, body: str, kind: str = "") -> str:
+    """A part of the page. name: of its heading, which links lead to; kind: its class."""
+    own = f' class="{kind}"' if kind else ""
+    return f'<section{own} aria-labelledby="h-{name}"><h2 id="h-{name}">{heading}</h2>{body}</section>'
+
+
+def listed(lines: Sequence[str], limit: int = MAX_LIST) -> str:
+    """The first lines as items of a list."""
+    return "".join(f"<li>{escape(line)}</li>" for line in lines[:limit])
+
+
 FEW = 4
 """chosen: differences on the first screen."""
 
@@ -100,21 +111,15 @@ def deciding(comparison: Comparison) -> str:
         f"<li>{as_sentence(safe(step['why'], 400))}<pre><code>{command_lines(step['command'])}</code></pre></li>"
         for step in steps[:MAX_LIST]
     )
-    return (
-        '<section class="notes decide" aria-labelledby="h-decide"><h2 id="h-decide">This would decide</h2>'
-        f"<ul>{items}</ul></section>"
-    )
+    return section("decide", "This would decide", f"<ul>{items}</ul>", "notes decide")
 
 
 def wrong_states(comparison: Comparison) -> str:
     wrong = facts.wrong_states(comparison)[1:]
     if not wrong:
         return ""
-    items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
-    return (
-        '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">'
-        f'{escape(facts.FURTHER.capitalize())}</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
-    )
+    body = f"<ul>{listed(wrong)}</ul>{more_of(len(wrong), MAX_LIST, 'states')}"
+    return section("states", escape(facts.FURTHER.capitalize()), body, "notes")
 
 
 def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) -> str:
@@ -138,11 +143,10 @@ def differences(comparison: Comparison) -> str:
     found = verdict_parts.differing(comparison.machines)
     if not found:
         return ""
-    items = "".join(f"<li>{escape(line)}</li>" for line in found[:FEW])
     more = f"{len(found) - FEW:,} more, and what" if len(found) > FEW else "What"
     return (
         '<section class="notes" aria-label="How these machines differ"><h2>These machines compute differently</h2>'
-        f'<ul>{items}</ul><p class="hint">{more} they do alike: '
+        f'<ul>{listed(found, FEW)}</ul><p class="hint">{more} they do alike: '
         '<a href="#h-machines">How these machines compute</a></p></section>'
     )
 
@@ -152,15 +156,11 @@ def how_they_compute(comparison: Comparison) -> str:
     found = verdict_parts.machine_lines(comparison.machines)
     if not found:
         return ""
-    items = "".join(f"<li>{escape(line)}</li>" for line in found[:MAX_LIST])
     rows = [tuple(map(escape, row)) for row in verdict_parts.rows(comparison.machines)[:MAX_LIST]]
     table = html_table(("Side", "Operator", "How it computes", "Costs", "Seen in"), rows)
-    title = capital(verdict_parts.MACHINES_TITLE)
-    return (
-        f'<section aria-labelledby="h-machines"><h2 id="h-machines">{title}</h2><ul class="plain">{items}</ul>'
-        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each observation, with its outputs</summary>"
-        f"{table}</details></section>"
-    )
+    body = f'<ul class="plain">{listed(found)}</ul>{more_of(len(found), MAX_LIST, "machines")}'
+    each = f"<details><summary>Each observation, with its outputs</summary>{table}</details>"
+    return section("machines", capital(verdict_parts.MACHINES_TITLE), body + each)
 
 
 SHOWN = 12
@@ -220,10 +220,7 @@ def next_commands(comparison: Comparison) -> str:
         f'</pre><button type="button" class="copy">Copy</button></div></li>'
         for step in steps
     )
-    return (
-        f'<section class="next" aria-labelledby="h-next"><h2 id="h-next">Next</h2><ol>{items}</ol>'
-        '<p class="hint" id="copied" role="status"></p></section>'
-    )
+    return section("next", "Next", f'<ol>{items}</ol><p class="hint" id="copied" role="status"></p>', "next")
 
 
 def origins(comparison: Comparison) -> str:
@@ -469,12 +466,9 @@ def tokens(comparison: Comparison) -> str:
         )
         for t in flipped[:MAX_LIST]
     ]
-    body = html_table(head, rows, numeric={1, 2, 3, 4, 5})
-    return (
-        '<section aria-labelledby="h-tokens"><h2 id="h-tokens">Flipped tokens</h2>'
-        '<p class="hint">The margin is the first logit minus the second: a small one is a near tie.</p>'
-        f"{body}{more_of(len(flipped), MAX_LIST, 'tokens.flipped')}</section>"
-    )
+    hint = '<p class="hint">The margin is the first logit minus the second: a small one is a near tie.</p>'
+    body = html_table(head, rows, numeric={1, 2, 3, 4, 5}) + more_of(len(flipped), MAX_LIST, "tokens.flipped")
+    return section("tokens", "Flipped tokens", hint + body)
 
 
 def pairs_note(total: int, shown: int) -> str:
