@@ -1,6 +1,6 @@
 """What `accprobe doctor --graphs` proves of a real engine that traces its model: the tap that changes it is named.
 
-Taps stand in one layer of four; a planted fault makes one module compute something else where it has a tap, as a fusion
+Taps stand in one layer of two; a planted fault makes one module compute something else where it has a tap, as a fusion
 that is torn apart does. Seven engines of one process, with a cache of their own: two without taps, two with, three to
 find the module. Starting commands and servers: tests/cli/test_doctor_graphs.py.
 """
@@ -14,6 +14,7 @@ import pytest
 from support.captures import Engines
 from support.engine import Ask
 from support.prompts import prompt
+from tiny_model import make
 
 from vllm_accprobe.config import PREFIX
 from vllm_accprobe.doctor.graph_proof import CHANGED, Prover, Runs, TapRun, lines
@@ -24,14 +25,13 @@ GUILTY = "model.layers.1.mlp.gate_up_proj"
 
 
 def test_a_tap_that_changes_the_result_is_named(engines: Engines, tmp_path: Path) -> None:
+    model = make("qwen2", tmp_path / "model", num_hidden_layers=2)
     host = engines.new_host(tmp_path / "log", {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_CI_ENV": "1"})
     fault = [{"kind": "tapped", "module": GUILTY, "factor": 1.02}]
 
     def serve(run: TapRun) -> Sequence[str]:
         settings = {name: value for name, value in run.environ.items() if name.startswith(PREFIX)}
-        host.capture(
-            engines.model("qwen2"), ASKS, out=run.place, fault=fault, how="serial", env=settings, enforce_eager=False
-        )
+        host.capture(model, ASKS, out=run.place, fault=fault, how="serial", env=settings, enforce_eager=False)
         return ()
 
     said: list[str] = []

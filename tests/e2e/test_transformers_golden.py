@@ -36,7 +36,7 @@ def goldens(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return golden
 
 
-@pytest.mark.parametrize("model", ASKS)
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen2.5-vl", marks=pytest.mark.extra("as the other"))])
 def test_an_honest_run_passes_and_nearly_everything_is_compared(engines, compared, goldens, model):
     golden = goldens(model)
     mine = engines.run(f"{model}-for-transformers", model, ASKS[model], max_num_batched_tokens=48)
