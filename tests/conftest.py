@@ -7,7 +7,8 @@ shares nothing with the rest of its file. Three processes keep two cores busy: t
 ready takes the next piece.
 
 Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
-cluster, every page typed in, further cases of a kind that has one in the default suite."""
+cluster, every page typed in, further cases of a kind that has one in the default suite. The mark's words: why, and
+which default test has the kind."""
 
 import importlib.util
 import os
@@ -40,8 +41,8 @@ TOGETHER = {
     ),
     "gate-server": ("test_real_gate.py", "test_asked_paths.py", "test_real_server.py"),
 }  # fmt: skip
-"""Files with one compiled engine, which takes half a minute, one process that imports vLLM on a platform of its own, one
-that has prepared an engine of two ranks, or one server."""
+"""Files with one compiled engine, which takes half a minute, one process that imports vLLM on a platform of its own,
+one that has prepared an engine of two ranks, or one server."""
 
 
 KINDS: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV}

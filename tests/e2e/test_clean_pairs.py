@@ -94,7 +94,7 @@ def test_ngram_speculation(each_engines: Engines, compared: Any) -> None:
     assert_clean(compared(golden, mine), rows_missing=True)
 
 
-@pytest.mark.extra("a schedule: test_chunked_and_batched_against_one_at_a_time; resumed: test_states_engine.py")
+@pytest.mark.extra("a schedule: the first; preempted and resumed: test_states_engine.py")
 def test_forced_preemption(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.run("long", asks=LONG, how="serial")
     mine = each_engines.run("preempted", asks=LONG, num_gpu_blocks_override=9, block_size=32, max_model_len=256)

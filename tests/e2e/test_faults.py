@@ -40,7 +40,7 @@ def golden(engines: Engines, case: Case) -> Run:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=c.name, marks=[] if c.name in HANDFUL else pytest.mark.extra)
+        pytest.param(c, id=c.name, marks=[] if c.name in HANDFUL else pytest.mark.extra("as HANDFUL"))
         for c in CASES
         if c.name in DOZEN
     ],

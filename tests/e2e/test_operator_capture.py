@@ -37,8 +37,8 @@ NOT_WITH_AMX = {"_C.mla_decode_kvcache.default", "aten.bmm.out"}
 PRODUCTS = {"_C.onednn_mm.default", "_C.weight_packed_linear.default", "aten.linear.default"}
 """What vLLM takes for a linear module, by what the processor has (layers/utils.py: dispatch_cpu_unquantized_gemm)."""
 EACH = [
-    "qwen2", pytest.param("qwen2-moe", marks=pytest.mark.extra("as the others; experts: test_patches_engine.py")),
-    "deepseek-v2", pytest.param("qwen2.5-vl", marks=pytest.mark.extra("as the others; pictures: test_convert_engine.py")),
+    "qwen2", pytest.param("qwen2-moe", marks=pytest.mark.extra("as qwen2; experts: test_patches_engine.py")),
+    "deepseek-v2", pytest.param("qwen2.5-vl", marks=pytest.mark.extra("as qwen2; pictures: test_convert_engine.py")),
 ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """A whole engine on the captured platform: it pads, captures and replays, and serves what it serves without graphs.
 
 One process (conftest.py) builds all engines, one after another: with graphs, without, with each planted fault, and at
-last with the probe's taps, which must name the faults. A fault must change what is served exactly where it can be: the requests are
-sent one at a time, so that a request of n tokens is one step of n rows, padded to a captured size or too large for
-any, and then steps of one row.
+last with the probe's taps, which must name the faults. A fault must change what is served exactly where it can be:
+the requests are sent one at a time, so that a request of n tokens is one step of n rows, padded to a captured size or
+too large for any, and then steps of one row.
 """
 
 import math
