@@ -37,7 +37,7 @@ TOGETHER = {
     "engine-captured": ("test_captured_engine.py", "test_captured_taps.py"),
     "engine-ranks": (
         "test_clean_pairs.py", "test_digging.py", "test_dump_size.py", "test_errcheck_engine.py", "test_labels_tp2.py",
-        "test_modes.py", "test_shared_and_dealt.py",
+        "test_modes_engine.py", "test_shared_and_dealt.py",
     ),
     "gate-server": ("test_real_gate.py", "test_asked_paths.py", "test_real_server.py"),
 }  # fmt: skip

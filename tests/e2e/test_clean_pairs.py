@@ -84,7 +84,7 @@ def test_prefix_cache_hits(each_engines: Engines, compared: Any) -> None:
     assert result.coverage["rows_only_mine"] == 0
 
 
-@pytest.mark.extra("drafts: test_modes.py")
+@pytest.mark.extra("drafts: test_modes_engine.py")
 def test_ngram_speculation(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.run("guessable", asks=GUESSABLE)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
