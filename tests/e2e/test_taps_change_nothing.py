@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.captures import Engines
+from support.captures import TWO_LAYERS, Engines
 from support.engine import Ask
 from support.prompts import prompt
-from tiny_model import make
 
 from vllm_accprobe.config import PREFIX
 from vllm_accprobe.doctor.graph_proof import CHANGED, Prover, Runs, TapRun, lines
@@ -25,7 +24,7 @@ GUILTY = "model.layers.1.mlp.gate_up_proj"
 
 
 def test_a_tap_that_changes_the_result_is_named(engines: Engines, tmp_path: Path) -> None:
-    model = make("qwen2", tmp_path / "model", num_hidden_layers=2)
+    model = engines.model(TWO_LAYERS)
     host = engines.new_host(tmp_path / "log", {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_CI_ENV": "1"})
     fault = [{"kind": "tapped", "module": GUILTY, "factor": 1.02}]
 
