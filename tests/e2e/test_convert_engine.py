@@ -44,7 +44,7 @@ def test_nothing_is_lost(dump: Path, tmp_path: Path) -> None:
     out = tmp_path / NOTED
     assert main(["convert", str(dump), str(out), "--to", NOTED]) == 0
     own, theirs = open_dump(dump), open_dump(out)
-    assert hold(own, theirs, NOTED) > 4000
+    assert hold(own, theirs, NOTED) > 2000
     calls = [Counter((o.op, o.step) for o in d.ops) for d in (own, theirs)]
     assert not calls[1] - calls[0]
     before, after = replayed(own), replayed(theirs)
