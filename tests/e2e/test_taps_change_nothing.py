@@ -18,7 +18,10 @@ from support.prompts import prompt
 from vllm_accprobe.config import PREFIX
 from vllm_accprobe.doctor.graph_proof import CHANGED, Prover, Runs, TapRun, lines
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.extra("seven engines; taps change nothing: test_graph_taps.py; the search: tests/doctor/test_proof.py"),
+]
 ASKS = [Ask(prompt(21, 1), 4), Ask(prompt(9, 2), 4)]
 GUILTY = "model.layers.1.mlp.gate_up_proj"
 
