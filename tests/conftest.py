@@ -7,7 +7,8 @@ shares nothing with the rest of its file. Three processes keep two cores busy: t
 ready takes the next piece.
 
 Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
-cluster, every page typed in, further cases of a kind that has one in the default suite."""
+cluster, every page typed in, further cases of a kind that has one in the default suite. The mark's words: why, and
+which default test has the kind."""
 
 import importlib.util
 import os
@@ -33,14 +34,23 @@ _THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 LESSER = "engine-avx2"
 TOGETHER = {
     "engine-compiled": ("test_compiled.py", "test_graph_taps.py"),
+    "engine-captured": ("test_captured_engine.py", "test_captured_taps.py"),
+    "engine-ranks": (
+        "test_clean_pairs.py", "test_digging.py", "test_dump_size.py", "test_errcheck_engine.py", "test_labels_tp2.py",
+        "test_modes_engine.py", "test_shared_and_dealt.py",
+    ),
     "gate-server": ("test_real_gate.py", "test_asked_paths.py", "test_real_server.py"),
-}
-"""Files with one compiled engine, which takes half a minute, or one server."""
+}  # fmt: skip
+"""Files with one compiled engine, which takes half a minute, one process that imports vLLM on a platform of its own,
+one that has prepared an engine of two ranks, or one server."""
 
 
 KINDS: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV}
 """Kind of a process that has imported vLLM → its environment: ``v2``, in which the V2 runner is on."""
 IMPORTED_S = 600
+SPARED = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+"""Inductor need not compile programs to find out which of the processor's instructions the compiler has: half a minute
+in each cache that vLLM makes."""
 
 
 def _preload(folder: Path, kind: str, until: ExitStack) -> Path:
@@ -48,7 +58,7 @@ def _preload(folder: Path, kind: str, until: ExitStack) -> Path:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_FAULT"))}
     if kind == "v2":
         environ["PYTHONPATH"] = os.pathsep.join([str(kernels.FORCED), *filter(None, [environ.get("PYTHONPATH")])])
-    return until.enter_context(preloaded(folder, environ | ENV | {"OMP_NUM_THREADS": "1"} | KINDS[kind]))
+    return until.enter_context(preloaded(folder, environ | ENV | SPARED | KINDS[kind]))
 
 
 class Preloading:

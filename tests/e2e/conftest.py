@@ -35,7 +35,7 @@ def engines(engines_by_kernels: Callable[[str], Engines]) -> Engines:
     return engines_by_kernels(kernels.NATIVE)
 
 
-@pytest.fixture(scope="session", params=[kernels.NATIVE, pytest.param("avx2", marks=pytest.mark.extra)])
+@pytest.fixture(scope="session", params=[kernels.NATIVE, pytest.param("avx2", marks=pytest.mark.extra("as native"))])
 def each_engines(request: pytest.FixtureRequest, engines_by_kernels: Callable[[str], Engines]) -> Engines:
     """This machine's kernels, and the least that vLLM has: what passes here must pass where those are the best."""
     name = request.param

@@ -52,24 +52,33 @@ def steps(at: Path, inputs: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], done.returncode, said, "")
 
 
-@pytest.mark.engine
-def test_two_servers_and_the_verdict(engines, preloaded_vllm, tmp_path, monkeypatch):
+@pytest.fixture
+def serve(engines, preloaded_vllm, tmp_path, monkeypatch):
+    """The command of a right server; the prompts lie there."""
     path = os.pathsep.join([str(preloaded_vllm), str(Path(sys.executable).parent), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
     lines = [json.dumps({"id": f"p{i}", "token_ids": ids}) + "\n" for i, ids in enumerate(prompts(20, 27))]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
-    serve = f"vllm serve {engines.model('qwen2')} {' '.join(SMALL)} --enforce-eager"
+    return f"vllm serve {engines.model('qwen2')} {' '.join(SMALL)} --enforce-eager"
+
+
+@pytest.mark.engine
+def test_two_servers_and_the_verdict(serve: str, tmp_path: Path) -> None:
     wrong = f"PYTHONPATH={ROOT / 'lab' / 'planted'} ACCPROBE_FAULT={shlex.quote(FAULT)} {serve}"
-    inputs = {"prompts": "prompts.jsonl", "tokens": "0-1", "golden": serve, "mine": wrong}
-    done = steps(tmp_path, inputs)
+    done = steps(tmp_path, {"prompts": "prompts.jsonl", "tokens": "0-1", "golden": serve, "mine": wrong})
     assert done.returncode == 1, done.stdout[-3000:]
     comment = (tmp_path / "accprobe-out" / "comment.md").read_text()
     assert PLANTED in comment
     assert comment in (tmp_path / "github-summary").read_text()
     assert (tmp_path / "accprobe-out" / "report" / "compare.html").exists()
-    # An earlier run's folder as the golden: its server is not started again.
-    inputs |= {"golden": "accprobe-out", "mine": serve, "out": "second"}
-    done = steps(tmp_path, inputs)
+
+
+@pytest.mark.engine
+@pytest.mark.extra("the action: the test before; a clean pair: test_clean_pairs.py")
+def test_an_earlier_run_s_folder_as_the_golden_starts_no_server(serve: str, tmp_path: Path) -> None:
+    inputs = {"prompts": "prompts.jsonl", "tokens": "0-1", "golden": serve, "mine": serve}
+    assert steps(tmp_path, inputs).returncode == 0
+    done = steps(tmp_path, inputs | {"golden": "accprobe-out", "out": "second"})
     assert done.returncode == 0, done.stdout[-3000:]
     assert not (tmp_path / "second" / "golden").exists()
 

@@ -10,7 +10,10 @@ import pytest
 from tiny_model import make
 from vllm_server import ENV, SMALL
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.extra("four servers; two and a fault: test_digging.py; the search: tests/cli/test_bisect.py"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,7 +1,8 @@
 """Honest differences must not be called errors: the same prompts, served in another way, pass.
 
 Each pair is two captures of real engines. Besides the verdict, each test shows that what it is about did happen
-(requests were chunked, preempted, speculated ...) and that every row was found in both dumps.
+(requests were chunked, preempted, speculated ...) and that every row was found in both dumps. By default: batches and
+chunks, ranks, the runner, the dtype; the others with ``--all``.
 """
 
 from typing import Any
@@ -66,11 +67,13 @@ def test_chunked_and_batched_against_one_at_a_time(each_engines: Engines, compar
     assert result.tokens["flipped"] == []
 
 
+@pytest.mark.extra("batches: test_chunked_and_batched_against_one_at_a_time")
 def test_requests_that_join_while_others_decode(each_engines: Engines, compared: Any) -> None:
     mine = each_engines.run("staggered", how="staggered", max_num_batched_tokens=32)
     assert_clean(compared(each_engines.serial(), mine))
 
 
+@pytest.mark.extra("hits: test_heal_engine.py, test_opcheck_attention_clean.py")
 def test_prefix_cache_hits(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.run("shared-start", asks=SHARED_START, how="serial")
     mine = each_engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
@@ -81,6 +84,7 @@ def test_prefix_cache_hits(each_engines: Engines, compared: Any) -> None:
     assert result.coverage["rows_only_mine"] == 0
 
 
+@pytest.mark.extra("drafts: test_modes_engine.py")
 def test_ngram_speculation(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.run("guessable", asks=GUESSABLE)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -90,6 +94,7 @@ def test_ngram_speculation(each_engines: Engines, compared: Any) -> None:
     assert_clean(compared(golden, mine), rows_missing=True)
 
 
+@pytest.mark.extra("a schedule: the first; preempted and resumed: test_states_engine.py")
 def test_forced_preemption(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.run("long", asks=LONG, how="serial")
     mine = each_engines.run("preempted", asks=LONG, num_gpu_blocks_override=9, block_size=32, max_model_len=256)
@@ -109,6 +114,7 @@ def test_two_ranks_against_one(each_engines: Engines, compared: Any) -> None:
     assert back.verdict == "pass", explain(back)
 
 
+@pytest.mark.extra("ranks: test_two_ranks_against_one; the model: test_operator_capture.py")
 def test_latent_attention_on_two_ranks(each_engines: Engines, compared: Any) -> None:
     """A rotary head is as wide as a slice of o_proj's input: layouts that go by size alone are wrong there."""
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -129,6 +135,7 @@ def test_float32_golden_against_bfloat16(each_engines: Engines, compared: Any) -
     assert {p.dtype_golden for p in result.pairs if p.status == "pass" and p.role.startswith("output")} >= {"float32"}
 
 
+@pytest.mark.extra("models: test_graph_taps.py, test_transformers_golden.py, test_operator_capture.py")
 @pytest.mark.parametrize("model", ["llama", "qwen2-moe", "deepseek-v2"])
 def test_other_architectures_chunked(each_engines: Engines, compared: Any, model: str) -> None:
     mine = each_engines.run(f"{model}-chunk", model, how="together", max_num_batched_tokens=24)
@@ -139,6 +146,7 @@ def test_other_architectures_chunked(each_engines: Engines, compared: Any, model
     assert any(wanted in tap for tap in taps), sorted(taps)
 
 
+@pytest.mark.extra("pictures: test_golden_engine.py")
 def test_vision_language(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.serial("qwen2.5-vl", VISION)
     mine = each_engines.run("vl-together", "qwen2.5-vl", VISION)

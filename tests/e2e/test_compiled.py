@@ -7,7 +7,7 @@ in the eager one: an error is a difference, whichever side has it. With taps ins
 from typing import Any
 
 import pytest
-from support.captures import Engines, explain
+from support.captures import TWO_LAYERS, Engines, explain
 from support.engine import Run
 
 from vllm_accprobe.dump.reader import open_dump
@@ -22,7 +22,7 @@ def compiled(engines: Engines) -> Run:
 
 
 def test_compiled_against_eager(engines: Engines, compiled: Run, compared: Any) -> None:
-    result = compared(engines.serial(), compiled)
+    result = compared(engines.serial(TWO_LAYERS), compiled)
     assert result.mine_run["engine"]["eager"] is False
     assert result.verdict == "pass", explain(result)
     root = [p for p in result.pairs if (p.tap, p.role) == (ROOT, "output.0")]
@@ -35,7 +35,7 @@ def test_compiled_against_eager(engines: Engines, compiled: Run, compared: Any) 
     ({"kind": "scale", "module": "logits_processor", "factor": 1.03}, "logits_processor"),
 ], ids=["inside", "behind"])  # fmt: skip
 def test_a_fault_shows_through_compiled_code(engines, compiled, compared, fault, culprit):
-    faulty = engines.run(f"fault-{fault['kind']}-eager", how="serial", fault=[fault])
+    faulty = engines.run(f"fault-{fault['kind']}-eager", TWO_LAYERS, how="serial", fault=[fault])
     result = compared(faulty, compiled)
     assert result.verdict == "fail", explain(result)
     assert result.origins[0]["module"] == culprit, explain(result)

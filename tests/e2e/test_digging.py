@@ -58,7 +58,7 @@ def changing(dump: Path) -> Iterator[list[ArmSelection]]:
 def test_two_ranks_agree_on_every_step(engines: Engines, tmp_path: Path) -> None:
     out = tmp_path / "dump"
     out.mkdir(mode=0o700)
-    asks = [Ask(ids, 240) for ids in prompts(40, 23, 31)]
+    asks = [Ask(ids, 120) for ids in prompts(40, 23, 31)]
     with changing(out) as written:
         run = engines.host("tp2").capture(
             engines.model("qwen2"), asks, out=out, env={"VLLM_ACCPROBE_ARMED": "0", "VLLM_ACCPROBE_MODULES": "norm"},

@@ -70,7 +70,8 @@ ROTARY, DOWN = "visual.blocks.1.attn.apply_rotary_emb", "visual.blocks.1.mlp.dow
 @pytest.mark.parametrize(
     ("fault", "named"),
     [(None, []), ({"module": ROTARY, "factor": 1.2}, [ROTARY]),
-     ({"module": DOWN, "factor": 1.2, "rows": "patch>=30"}, [DOWN])],
+     pytest.param({"module": DOWN, "factor": 1.2, "rows": "patch>=30"}, [DOWN],
+                  marks=pytest.mark.extra("a tower's fault: the one before"))],
 )  # fmt: skip
 def test_a_fault_in_a_vision_tower(engines: Engines, tmp_path: Path, fault: Any, named: list[str]) -> None:
     """A pack in which the tower's inner calls have sketches alone, of golden's images one by one, mine's together."""

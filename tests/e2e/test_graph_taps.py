@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.captures import Engines, explain
+from support.captures import TWO_LAYERS, Engines, explain
 from support.engine import Ask, EngineError, Run
 from support.prompts import prompt
 
@@ -24,7 +24,7 @@ from vllm_accprobe.judge.near_ties import ROWS_AFTER
 pytestmark = pytest.mark.engine
 KERNELS = [
     f"model.layers.{i}.{name}"
-    for i in range(4)
+    for i in range(2)
     for name in ("self_attn.qkv_proj", "self_attn.attn", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 ]
 
@@ -73,7 +73,7 @@ def test_the_dump_says_what_was_compiled(tapped: Run, masked: Run) -> None:
 
 
 def test_compiled_against_eager(engines: Engines, tapped: Run, compared: Any) -> None:
-    result = compared(engines.serial(), tapped)
+    result = compared(engines.serial(TWO_LAYERS), tapped)
     assert result.verdict == "pass", explain(result)
     outputs = {p.tap for p in result.pairs if p.role == "output.0"}
     assert outputs >= set(KERNELS)
@@ -85,12 +85,12 @@ def traced(engines: Engines, name: str, **env: str) -> Run:
     """An engine that only traces, with a fault in it."""
     fault = [{"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.5}]
     env = {"VLLM_ACCPROBE_GRAPHS": "1"} | env
-    return engines.run(name, host="dynamo", fault=fault, env=env, enforce_eager=False)
+    return engines.run(name, TWO_LAYERS, host="dynamo", fault=fault, env=env, enforce_eager=False)
 
 
 def test_a_fault_of_the_compiled_engine_is_named(engines: Engines, compared: Any) -> None:
     faulty = traced(engines, "fault-in-graph")
-    result = compared(engines.serial(), faulty)
+    result = compared(engines.serial(TWO_LAYERS), faulty)
     assert result.verdict == "fail", explain(result)
     assert result.origins[0]["module"] == "model.layers.1.self_attn.attn", explain(result)
 
@@ -141,7 +141,9 @@ def test_an_engine_that_is_killed_in_mid_step_leaves_a_readable_dump(engines: En
     def serve() -> None:
         long = [Ask(prompt(40, seed), 400) for seed in range(4)]
         try:
-            host.capture(engines.model("qwen2"), long, out=out, env={"VLLM_ACCPROBE_GRAPHS": "1"}, enforce_eager=False)
+            host.capture(
+                engines.model(TWO_LAYERS), long, out=out, env={"VLLM_ACCPROBE_GRAPHS": "1"}, enforce_eager=False
+            )
         except EngineError as error:
             failed.append(error)
 

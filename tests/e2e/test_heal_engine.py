@@ -41,7 +41,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("model", ["qwen2", pytest.param("qwen2-moe", marks=pytest.mark.extra("as the other"))])
 def test_planted_operators_are_healed(engines: Engines, compared: Any, model: str) -> None:
     """The second half of the requests begins with the first one's blocks, from the prefix cache."""
     faults, globs, planted = CASES[model]
@@ -58,7 +58,7 @@ def test_planted_operators_are_healed(engines: Engines, compared: Any, model: st
     assert result.verdict == "pass", explain(result)  # a token may flip at a tie, which is no failure
 
 
-@pytest.mark.extra
+@pytest.mark.extra("a gate that localizes: test_digging.py")
 def test_two_faults_are_two_causes(engines, preloaded_vllm, tmp_path, monkeypatch, capsys):
     """As typed. The second fault's rows are few, and are named when the first is healed."""
     first, second = f"{_L}.0.mlp.down_proj", f"{_L}.3.self_attn.o_proj"

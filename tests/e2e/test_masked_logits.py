@@ -52,7 +52,7 @@ def test_a_grammar_in_one_run_is_said_and_nobody_blamed(engines: Engines, compar
     assert compared(structured, again).tokens == {"compared": 24, "flipped": []}
 
 
-@pytest.mark.parametrize("host", ["v1", "v2"])
+@pytest.mark.parametrize("host", ["v1", pytest.param("v2", marks=pytest.mark.extra("the runner: test_clean_pairs.py"))])
 def test_everything_else_that_masks_is_named(engines: Engines, host: str) -> None:
     ways: dict[str, dict[str, Any]] = {
         "allowed token ids": {"allowed_token_ids": list(range(100, 140))}, "bad words": {"bad_words": ["the", "fox"]},

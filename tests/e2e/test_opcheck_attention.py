@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.captures import FIVE, Engines
 from support.csv_rows import csv_rows
-from support.engine import Run
+from support.engine import Ask, Run
 from tiny_model import make
 
 from vllm_accprobe.cli import main
@@ -22,8 +22,8 @@ WINDOW = 24
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW,
           "layer_types": [*["full_attention"] * 2, *["sliding_attention"] * 2]}  # fmt: skip
 """Of a llama."""
-ASKS = FIVE[:3]
-"""Prompts of 40, 23 and 57 tokens: a few calls that fail in each layer, and the causes of each are searched."""
+ASKS = [Ask(FIVE[0].ids, 3), Ask(FIVE[2].ids, 3)]
+"""Prompts of 40 and 57 tokens: a few calls that fail in each layer, and the causes of each are searched."""
 _AT = "model.layers.{}.self_attn.attn"
 
 
@@ -55,7 +55,7 @@ def test_a_sliding_window_in_chunks_and_decode_passes(windows: Callable[..., Run
     assert [m.attrs.get("sliding_window") for m in dump.modules[0] if m.cls == "Attention"] == [None, None, 24, 24]
     assert (code, {r["status"] for r in rows}) == (0, {"pass"})
     assert all(r["rows"] == r["checked"] for r in rows)
-    assert run.metrics["steps"] > 120 / 48
+    assert run.metrics["steps"] > 97 / 48
 
 
 FAULTS = [

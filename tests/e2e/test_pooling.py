@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 LENGTHS = [len(ask.ids) for ask in FIVE]
 
 
-@pytest.mark.parametrize("host", ["v1", "v2"])
+@pytest.mark.parametrize("host", ["v1", pytest.param("v2", marks=pytest.mark.extra("the runner: test_clean_pairs.py"))])
 def test_every_row_of_an_embedding_is_there_and_no_other(engines: Engines, host: str) -> None:
     """A replica that has nothing to do computes invented batches between the steps: they are of no request."""
     run = engines.run(f"embed-{host}", host=host, how="staggered", runner="pooling", dummies=True)

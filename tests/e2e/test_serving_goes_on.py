@@ -90,7 +90,9 @@ def _quietly(url: str, name: str) -> None:
         return  # the server is killed under it
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extra("an interrupt: test_run_command.py")),
+])  # fmt: skip
 def test_a_signal_closes_the_dump(engines, preloaded_vllm, tmp_path, number):
     dump, log = tmp_path / "dump", tmp_path / "log"
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(dump), "VLLM_ACCPROBE_REQUESTS": "wanted"}

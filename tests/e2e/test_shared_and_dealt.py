@@ -60,7 +60,7 @@ def images(run: Run, tap: str) -> dict[int, dict[tuple[str, int], int]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["uneven", *(pytest.param(case, marks=pytest.mark.extra) for case in ("even", "alone"))]
+    "case", ["uneven", *(pytest.param(case, marks=pytest.mark.extra("as uneven")) for case in ("even", "alone"))]
 )
 def test_images_that_are_dealt_out_to_ranks(engines: Engines, compared: Any, case: str) -> None:
     asks, limit = PICTURES[case], {"limit_mm_per_prompt": {"image": 2}}
@@ -79,6 +79,7 @@ def test_images_that_are_dealt_out_to_ranks(engines: Engines, compared: Any, cas
         assert sum(p.rows or 0 for p in patches) == sum(whole.values()), explain(result)
 
 
+@pytest.mark.extra("an encoder's fault: test_golden_engine.py; one rank's: test_errcheck_engine.py")
 def test_a_fault_in_one_ranks_encoder_is_found(engines: Engines, compared: Any) -> None:
     asks, limit = PICTURES["even"], {"limit_mm_per_prompt": {"image": 2}}
     golden = engines.run("dealt-even-golden", "qwen2.5-vl", asks, how="serial", **limit)

@@ -1,6 +1,6 @@
 """What `accprobe doctor --graphs` proves of a real engine that traces its model: the tap that changes it is named.
 
-Taps stand in one layer of four; a planted fault makes one module compute something else where it has a tap, as a fusion
+Taps stand in one layer of two; a planted fault makes one module compute something else where it has a tap, as a fusion
 that is torn apart does. Seven engines of one process, with a cache of their own: two without taps, two with, three to
 find the module. Starting commands and servers: tests/cli/test_doctor_graphs.py.
 """
@@ -11,27 +11,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.captures import Engines
+from support.captures import TWO_LAYERS, Engines
 from support.engine import Ask
 from support.prompts import prompt
 
 from vllm_accprobe.config import PREFIX
 from vllm_accprobe.doctor.graph_proof import CHANGED, Prover, Runs, TapRun, lines
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.extra("seven engines; taps change nothing: test_graph_taps.py; the search: tests/doctor/test_proof.py"),
+]
 ASKS = [Ask(prompt(21, 1), 4), Ask(prompt(9, 2), 4)]
 GUILTY = "model.layers.1.mlp.gate_up_proj"
 
 
 def test_a_tap_that_changes_the_result_is_named(engines: Engines, tmp_path: Path) -> None:
+    model = engines.model(TWO_LAYERS)
     host = engines.new_host(tmp_path / "log", {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_CI_ENV": "1"})
     fault = [{"kind": "tapped", "module": GUILTY, "factor": 1.02}]
 
     def serve(run: TapRun) -> Sequence[str]:
         settings = {name: value for name, value in run.environ.items() if name.startswith(PREFIX)}
-        host.capture(
-            engines.model("qwen2"), ASKS, out=run.place, fault=fault, how="serial", env=settings, enforce_eager=False
-        )
+        host.capture(model, ASKS, out=run.place, fault=fault, how="serial", env=settings, enforce_eager=False)
         return ()
 
     said: list[str] = []

@@ -36,7 +36,7 @@ def goldens(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return golden
 
 
-@pytest.mark.parametrize("model", ASKS)
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen2.5-vl", marks=pytest.mark.extra("as the other"))])
 def test_an_honest_run_passes_and_nearly_everything_is_compared(engines, compared, goldens, model):
     golden = goldens(model)
     mine = engines.run(f"{model}-for-transformers", model, ASKS[model], max_num_batched_tokens=48)
@@ -67,7 +67,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        pytest.param(model, fault, marks=[] if model == "llama" and not i else pytest.mark.extra)
+        pytest.param(model, fault, marks=[] if model == "llama" and not i else pytest.mark.extra("as the first"))
         for model, faults in FAULTS.items()
         for i, fault in enumerate(faults)
     ],
@@ -86,7 +86,7 @@ CHANGES = {"decay": 1.3, "dt": 0.0, "beta": 20.0, "begun": 0.05, "other": 1.0, "
 """What the kernels of a recurrence get otherwise (lab/planted/accprobe_state_kinds.py), and the change's number."""
 
 
-@pytest.mark.extra
+@pytest.mark.extra("an operator's fault: the test before")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fault_inside_of_a_recurrence_names_it(engines, compared, change):
     entry, root = zoo.table()["qwen3.5"], engines.root / "qwen3.5"

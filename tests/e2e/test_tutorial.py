@@ -35,7 +35,7 @@ def test_the_page_shows_what_this_run_prints_first() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.extra
+@pytest.mark.extra("a page typed in: test_documents.py")
 def test_every_line_of_the_first_part(preloaded_vllm: Path, tmp_path: Path) -> None:
     for name in ("scripts", "lab", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)

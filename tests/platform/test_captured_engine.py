@@ -1,15 +1,15 @@
 """A whole engine on the captured platform: it pads, captures and replays, and serves what it serves without graphs.
 
-One process builds all engines, one after another: with graphs, without, with each planted fault, and at last with the
-probe's taps, which must name the faults. A fault must change what is served exactly where it can be: the requests are
-sent one at a time, so that a request of n tokens is one step of n rows, padded to a captured size or too large for
-any, and then steps of one row.
+One process (conftest.py) builds all engines, one after another: with graphs, without, with each planted fault, and at
+last with the probe's taps, which must name the faults. A fault must change what is served exactly where it can be:
+the requests are sent one at a time, so that a request of n tokens is one step of n rows, padded to a captured size or
+too large for any, and then steps of one row.
 """
 
-import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import captured_bench as bench
@@ -38,11 +38,8 @@ Serve = Callable[..., Served]
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here")
-    folder = tmp_path_factory.mktemp("captured")
-    host = EngineHost(folder / "log", bench.environment(folder), probe=False)
+def serve(captured_host: tuple[EngineHost, Path]) -> Serve:
+    host, folder = captured_host
     done: dict[str, Served] = {}
 
     def once(
@@ -61,8 +58,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             done[name] = run, bench.calls(log)
         return done[name]
 
-    yield once
-    host.close()
+    return once
 
 
 def steps(calls: list[bench.PieceCall]) -> list[bench.PieceCall]:

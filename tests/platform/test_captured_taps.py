@@ -5,9 +5,9 @@ to a captured size or too large for any.
 """
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import captured_bench as bench
@@ -26,20 +26,14 @@ Taken = tuple[Dump, list[bench.PieceCall]]
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Taken:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here")
-    folder = tmp_path_factory.mktemp("taps")
-    host = EngineHost(folder / "log", bench.environment(folder))
+def taken(captured_host: tuple[EngineHost, Path]) -> Taken:
+    host, folder = captured_host
     options = bench.options(log=folder / "steps", fill=math.nan)
-    settings = {"VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE_MODULES": "all"}
-    try:
-        run = host.capture(
-            make("qwen2", folder / "model"), [Ask(ids, 2) for ids in prompts(*LENGTHS)], out=folder / "dump",
-            how="serial", env=options | settings, **bench.engine(),
-        )  # fmt: skip
-    finally:
-        host.close()
+    settings = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE_MODULES": "all"}
+    run = host.capture(
+        make("qwen2", folder / "model"), [Ask(ids, 2) for ids in prompts(*LENGTHS)], out=folder / "dump-all",
+        how="serial", env=options | settings, **bench.engine(),
+    )  # fmt: skip
     assert run.dump is not None
     return open_dump(run.dump), [call for call in bench.calls(folder / "steps") if call.real and call.size < 100]
 

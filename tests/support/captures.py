@@ -21,6 +21,10 @@ VISION = [
 """Two pictures of 16 and 15 merged patches (64 and 60 patches), and one request without."""
 
 
+TWO_LAYERS = "qwen2/2"
+"""What compiled engines serve: each layer takes seconds to compile."""
+
+
 class Engines:
     """Makes captures and remembers them by name. Hosts are started when first needed.
 
@@ -35,7 +39,10 @@ class Engines:
         self._runs: dict[str, Run] = {}
 
     def model(self, name: str) -> Path:
-        return make(name, self.root / "models" / name)
+        """One of tiny_model.py's, ``name/N`` with N layers."""
+        whole, _, layers = name.partition("/")
+        more = {"num_hidden_layers": int(layers)} if layers else {}
+        return make(whole, self.root / "models" / name.replace("/", "-"), **more)
 
     def host(self, kind: str = "v1") -> EngineHost:
         """``v1``; ``v2``: the V2 model runner; ``tp2``: two ranks, or stages, one core each; ``bare``: no probe;
@@ -74,18 +81,18 @@ class Engines:
 
     def serial(self, model: str = "qwen2", asks: Sequence[Ask] = FIVE) -> Run:
         """The golden of most pairs: the requests sent one at a time, unchunked."""
-        return self.run(f"{model}-serial", model, asks, how="serial")
+        return self.run(f"{model.replace('/', '-')}-serial", model, asks, how="serial")
 
     def uncaptured(self) -> Run:
         """A compiled engine without the probe. It is the first of its process, which has not loaded the probe then; the
         first pays for what inductor prepares once a process, half a minute."""
-        return self.run("compiled-bare", host="inductor", enforce_eager=False)
+        return self.run("compiled-bare", TWO_LAYERS, host="inductor", enforce_eager=False)
 
     def compiled(self, name: str, **env: str) -> Run:
         """The capture of a compiled engine, all five requests at once; further keywords are of its environment."""
         self.uncaptured()
         on = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_GRAPHS": "1"}
-        return self.run(name, host="inductor", env=on | env, enforce_eager=False)
+        return self.run(name, TWO_LAYERS, host="inductor", env=on | env, enforce_eager=False)
 
     def close(self) -> None:
         for host in self._hosts.values():

@@ -33,7 +33,7 @@ from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
 from vllm_accprobe.whole_file import GrowingCsv, NoSpace, write_text
 
 _AT_ONCE = 8
-"""Processes that are started before it is known how many taps there are."""
+"""Processes, at most one per processor, that are started before it is known how many taps there are."""
 _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
 _REUSED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
@@ -71,7 +71,8 @@ class Team:
     def __init__(self, job: Job, processes: int):
         self.job = job
         # all import torch at the same time
-        started = [_WorkerProcess(_shared(job, w)) for w in range(min(max(1, processes), _AT_ONCE))]
+        at_once = min(max(1, processes), _AT_ONCE, os.cpu_count() or 1)
+        started = [_WorkerProcess(_shared(job, w)) for w in range(at_once)]
         try:
             answer = started[0].heard()
             if answer is None:
