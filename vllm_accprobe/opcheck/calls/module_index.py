@@ -84,8 +84,9 @@ class ModuleIndex:
         self._read: dict[tuple[Any, ...], Any] | None = None
         self._room = _KEPT
         self.config = model_config(model)
-        self._configs = {part: {**self.config, **inner} if isinstance(inner := self.config.get(part), dict) else self.config
-                         for part in ("vision_config", "text_config")}  # fmt: skip
+        parts = {part: self.config.get(part) for part in ("vision_config", "text_config")}
+        self._configs = {part: {**self.config, **inner} if isinstance(inner, dict) else self.config
+                         for part, inner in parts.items()}  # fmt: skip
         self.parameters = ModuleParameters(dump, model, self.modules, self.read)
         if self.parameters.problem:
             self.problems.append(self.parameters.problem)

@@ -424,7 +424,7 @@ def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> C
     n = rows.shape[0]
     count = n if expected.rows is None else len(expected.rows)
     left = expected.reason if n < count else ""
-    if n < count:
+    if expected.rows is not None and n < count:
         more["left"] = tuple(((~expected.rows).nonzero().flatten() + (o.first + c.first)).tolist())
     if (moved := expected.cache) is not None:
         more["cache"] = (moved.kind, moved.share, moved.expected, moved.most)

@@ -85,8 +85,8 @@ def check_both(
     found: dict[int, list[ReplaySide]] = {}
     with contextlib.ExitStack() as open_:
         queue = open_.enter_context(_shared(len(groups)))
-        for side in sides:
-            open_.enter_context(side.reads_kept())
+        for calls in sides:
+            open_.enter_context(calls.reads_kept())
         more = min(len(groups), PROCESSES, processors()) - 1 if may_fork() else 0
         threads = processors() // (more + 1) if more == PROCESSES - 1 else 1
         others = [_other(queue, lambda k: rows(groups[k]), threads) for _ in range(more)]
