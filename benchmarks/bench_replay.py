@@ -89,10 +89,11 @@ def measure(root: Path, pair: list[Path], rounds: int, before: Path | None) -> d
 
     def compare(checkout: Path, *more: str, **env: str) -> tuple[list[str], dict[str, str]]:
         words = [sys.executable, "-c", COMPARE, "compare", golden, mine, "--out", str(root / "out"), *more]
-        return words, {**os.environ, "PYTHONPATH": str(checkout.resolve()), **env}
+        return words, {**os.environ, **installed, "PYTHONPATH": str(checkout.resolve()), **env}
 
+    installed = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(root / "pycache")}
     kinds = {"now": compare(ROOT), "comparison": compare(ROOT, "--no-replay")}
-    kinds["torch"] = [sys.executable, "-c", "import torch"], dict(os.environ)
+    kinds["torch"] = [sys.executable, "-c", "import torch"], {**os.environ, **installed}
     if before is not None:
         kinds |= {"before": compare(before), "before-1": compare(before, OMP_NUM_THREADS="1")}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 
 FORWARD = "forward"
 """Attribute of modules with parts: role → formula of what the module's own code makes of its inputs and its parts'
@@ -25,10 +26,13 @@ _WAS_NUMBERED = re.compile(r"\b_i(\d+)")
 
 
 def parsed(formula: object) -> ast.expr | None:
-    """The syntax tree of a formula, in which ``layers.2``, no name of Python's, is ``layers._i2``; None for what is
-    none."""
-    if not isinstance(formula, str) or len(formula) > _LONGEST:
-        return None
+    """The syntax tree of a formula, in which ``layers.2``, no name of Python's, is ``layers._i2``, not to be changed;
+    None for what is none."""
+    return _tree(formula) if isinstance(formula, str) and len(formula) <= _LONGEST else None
+
+
+@lru_cache(1024)
+def _tree(formula: str) -> ast.expr | None:
     try:
         tree = ast.parse(_NUMBERED.sub(lambda m: f"_i{m[1] or m[2]}", formula), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

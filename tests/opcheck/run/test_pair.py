@@ -17,7 +17,7 @@ from support.opchecked import check
 
 from vllm_accprobe.children import ONE_THREAD
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.opcheck.calls import batches
+from vllm_accprobe.opcheck.calls import batches, module_index
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
@@ -139,6 +139,25 @@ def by_two(root: Path) -> None:
 @forking
 def test_two_processes_give_the_rows_of_one(sides: list[Calls]) -> None:
     in_a_process("by_two", sides[0].dump.path.parent)
+
+
+def test_what_one_module_hands_to_another_is_read_once(sides: list[Calls], monkeypatch: pytest.MonkeyPatch) -> None:
+    side = sides[0]
+    given, other = side.dump.records[:2]
+    taken = replace(given, tap="another", role="input.x")  # a dump has equal bytes once
+    with side.reads_kept():
+        kept = side.read(given)
+        assert side.read(taken) is kept
+        assert side.read(other) is not kept
+        assert side.read(replace(given, shape=given.shape[::-1])).shape == given.shape[::-1]
+        with monkeypatch.context() as little:
+            little.setattr(module_index, "_SMALL", 8)
+            assert side.read(given) is not kept
+        assert side.read(given) is kept
+        monkeypatch.setattr(side, "_room", 8)  # then what was read before makes room
+        side.read(side.dump.records[2])
+        assert side.read(given) is not kept
+    assert side.read(given) is not side.read(given)
 
 
 def test_a_module_is_evaluated_once_for_many_calls(sides: list[Calls], monkeypatch: pytest.MonkeyPatch) -> None:

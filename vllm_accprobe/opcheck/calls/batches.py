@@ -96,16 +96,17 @@ def _grouped(
     calls: Iterable[Captured], references: References, rows: EqualRows | None
 ) -> Iterator[tuple[Captured, Outcome | None]]:
     waiting: list[Captured] = []
-    sizes = 0
+    sizes, shape = 0, None
     for captured in calls:
         possible = _possible(captured, references) and (rows is None or rows.may(captured.what))
         size = _size(captured.what) if possible else 0
-        alike = size and (not waiting or _shape(captured.what) == _shape(waiting[0].what))
-        if waiting and (not alike or sizes + size > _MOST):
+        own = _shape(captured.what) if size else None
+        if waiting and (own != shape or sizes + size > _MOST):
             yield from _together(waiting, references, rows)
             waiting, sizes = [], 0
         if size:
-            waiting, sizes = [*waiting, captured], sizes + size
+            shape, sizes = own, sizes + size
+            waiting.append(captured)
         else:
             yield captured, None
     yield from _together(waiting, references, rows)

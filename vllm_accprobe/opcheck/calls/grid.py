@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Tensor = Any  # a torch.Tensor
 
 
-def coarser(dtype: str) -> list[str]:
+@cache
+def coarser(dtype: str) -> tuple[str, ...]:
     """The dtypes with fewer significant bits that this torch has, the coarsest first."""
     bits = BITS.get(dtype, 0)
-    return [name for name, n in BITS.items() if n < bits and hasattr(torch, name)]
+    return tuple(name for name, n in BITS.items() if n < bits and hasattr(torch, name))
 
 
 def name_of(tensor: Tensor) -> str:
@@ -62,11 +64,16 @@ def lies_on(tensor: Tensor) -> str:
     if own not in BITS or tensor.is_meta:
         return ""
     flat = tensor.detach().reshape(-1)
+    if not len(flat):
+        return ""
+    # the first one shows it, and nearly always does
+    if not (finer := coarser(own)) or _has_own_bits(flat[:1], finer[-1]):
+        return own
     first = flat[:: max(len(flat) // FIRST, 1)][:FIRST]
-    if not (names := coarser(own)) or _has_own_bits(first, names[-1]):
-        return own if len(flat) else ""
+    if _has_own_bits(first, finer[-1]):
+        return own
     first = _finite(first)
-    names = [n for n in names if narrowed(first, n) is not None]
+    names = [n for n in finer if narrowed(first, n) is not None]
     if not names:
         return own
     seen = _finite(flat[:: max(len(flat) // LOOK, 1)][:LOOK])
@@ -79,10 +86,9 @@ def lies_on(tensor: Tensor) -> str:
 
 def _has_own_bits(values: Tensor, finest: str) -> bool:
     """Whether a finite one has bits that ``finest`` drops: the quick answer for nearly every tensor."""
-    own = name_of(values)
-    words, dropped = values.view(_WORDS[values.element_size()]), (1 << (BITS[own] - BITS[finest])) - 1
-    if len(values) and int(words[0]) & dropped and math.isfinite(values[0]):  # one shows it, and nearly always does
-        return True
+    words, dropped = values.view(_WORDS[values.element_size()]), (1 << (BITS[name_of(values)] - BITS[finest])) - 1
+    if len(values) == 1:
+        return bool(words.item() & dropped) and math.isfinite(values.item())
     return bool((((words & dropped) != 0) & _is_finite(values)).any())
 
 
@@ -163,7 +169,7 @@ def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
     states = {role: lies_on(t) for role, t in call.outputs.items()}
     doubtful = {
         role: t for role, t in call.outputs.items()
-        if name_of(t) in BITS and coarser(name_of(t)) and states[role] != name_of(t)
+        if states[role] != name_of(t) and coarser(name_of(t))
     }  # fmt: skip
     if not any(states[role] for role in doubtful) and not _widened(call, doubtful, keeps):
         return call

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from vllm_accprobe.opcheck.reference import BACKWARD, Call, MemoryLayout
 
 _TRIED = 3
 """Chosen: earlier outputs of a view's row length that are read to find its memory."""
+_SMALL, _KEPT = 64 << 10, 64 << 20
+"""Chosen: bytes of a tensor that is kept for other calls, whose reading takes as long as its bytes; bytes of all."""
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -79,7 +81,12 @@ class ModuleIndex:
                 parent = parent.rpartition(".")[0]
                 self.children.setdefault((rank, parent), []).append(tap)
         self._made: dict[tuple[Any, ...], list[Record]] | None = None
+        self._read: dict[tuple[Any, ...], Any] | None = None
+        self._room = _KEPT
         self.config = model_config(model)
+        parts = {part: self.config.get(part) for part in ("vision_config", "text_config")}
+        self._configs = {part: {**self.config, **inner} if isinstance(inner, dict) else self.config
+                         for part, inner in parts.items()}  # fmt: skip
         self.parameters = ModuleParameters(dump, model, self.modules, self.read)
         if self.parameters.problem:
             self.problems.append(self.parameters.problem)
@@ -93,8 +100,30 @@ class ModuleIndex:
         cls = next(iter(next(iter(self.by_tap[rank, tap].values())).values())).cls
         return BACKWARD + cls if tap.startswith(BACKWARD) else cls
 
+    @contextlib.contextmanager
+    def reads_kept(self) -> Iterator[None]:
+        """What one module gave others read, and a dump has once: inside, small tensors are read once, and none may be
+        changed."""
+        self._read = {}
+        try:
+            yield
+        finally:
+            self._read = None
+
     def read(self, record: Record) -> Any:
-        return to_torch(self.dump.read(record), record.dtype)
+        at = record.payload
+        if self._read is None or at is None or at.seg < 0 or at.nbytes > _SMALL:  # negative: of no file of the dump
+            return to_torch(self.dump.read(record), record.dtype)
+        place = record.rank, at.seg, at.off, record.shape, record.dtype
+        found = self._read.get(place)
+        if found is None:
+            found = to_torch(self.dump.read(record), record.dtype)
+            if at.nbytes > self._room:
+                self._read.clear()
+                self._room = _KEPT
+            self._read[place] = found
+            self._room -= at.nbytes
+        return found
 
     def read_rows(self, record: Record, rows: slice) -> Any:
         """Some rows of a tensor whose rows lie along the first dimension."""
@@ -165,5 +194,4 @@ class ModuleIndex:
 
     def _config(self, tap: str) -> Mapping[str, Any]:
         part = "vision_config" if tap.startswith(("visual", "vision", "model.visual")) else "text_config"
-        inner = self.config.get(part)
-        return {**self.config, **inner} if isinstance(inner, dict) else self.config
+        return self._configs[part]

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -322,12 +322,14 @@ class Calls(ModuleIndex):
 
     def budget(self, rate: float = RATE) -> Budget:
         """The rate divided over what the dump holds: outputs of calls, and of taps."""
-        outputs, taps = 0, set()
-        for r in self.dump.records:
-            if r.step is not None and r.role.startswith(("output", "inplace")):
-                outputs += 1
-                taps.add((r.rank, r.tap, r.role))
-        return Budget(rate, max(outputs, 1), max(len(taps), 1))
+        outputs, taps = self._made_by
+        return Budget(rate, max(outputs, 1), max(taps, 1))
+
+    @cached_property
+    def _made_by(self) -> tuple[int, int]:
+        found = [(r.rank, r.tap, r.role) for r in self.dump.records
+                 if r.step is not None and r.role.startswith(("output", "inplace"))]  # fmt: skip
+        return len(found), len(set(found))
 
     def taps(self, ops: Iterable[str] = ()) -> list[tuple[int, str, str]]:
         """(rank, tap, class) of everything that was called and is `wanted`, ranks after one another, in the order of

@@ -20,7 +20,8 @@ from vllm_accprobe.opcheck.reference import Expected
 
 def numbers(tensor: Any) -> Any:
     """A tensor's exact values on the CPU: float64, or int64 for integers and bool; complex ones as pairs."""
-    tensor = tensor.detach().cpu()
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
     if tensor.is_complex():
         return torch.view_as_real(tensor.to(torch.complex128))
     return tensor.double() if tensor.is_floating_point() else tensor.long()
@@ -31,7 +32,9 @@ def matrix(tensor: Any, row_dim: int) -> Any:
     if not tensor.dim():
         return tensor.reshape(1, 1)
     dim = row_dim if row_dim < tensor.dim() else 0
-    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) if tensor.numel() else tensor.reshape(0, 1)
+    if not tensor.numel():
+        return tensor.reshape(0, 1)
+    return (tensor.movedim(dim, 0) if dim else tensor).reshape(tensor.shape[dim], -1)
 
 
 @dataclass(frozen=True)

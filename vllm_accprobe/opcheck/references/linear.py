@@ -70,15 +70,17 @@ def by_columns(x: Any, weight: Any, unit: float) -> Expected:
     rest = -len(flat) % _BLOCK
     flat = torch.cat((flat, flat.new_zeros(rest, flat.shape[1]))) if rest else flat
     coarse = unit >= _COARSE
-    sizes, norms = flat.abs().float(), flat.norm(dim=1, keepdim=True)
-    value, size = (torch.empty(len(flat), len(weight), dtype=torch.float64) for _ in range(2))
-    for some, part in widened(weight):
-        value[:, some] = flat @ part.T
-        size[:, some] = norms * part.norm(dim=1) if coarse else sizes @ part.abs_().float().T
+    norms, right = flat.norm(dim=1), flat.T.contiguous()
+    sizes = right.abs().float()
+    value, size = (torch.empty(len(weight), len(flat), dtype=torch.float64) for _ in range(2))
+    for some, part in widened(weight):  # on the left: twice as fast as on the right of a few rows
+        torch.mm(part, right, out=value[some])
+        size[some] = torch.outer(part.norm(dim=1), norms) if coarse else part.abs_().float() @ sizes
     if not bool(torch.isfinite(size).all()):
         return product(x, weight.double())
     shape = *x.shape[:-1], len(weight)
-    return _summed(value[: len(flat) - rest].reshape(shape), size[: len(flat) - rest].reshape(shape), x.shape[-1])
+    value, size = (t.T[: len(flat) - rest].reshape(shape) for t in (value, size))
+    return _summed(value, size, x.shape[-1])
 
 
 def in_blocks(x: Any, right: Any) -> Any:

@@ -318,7 +318,7 @@ def _with_rows(o: _Output) -> CheckResult | _Output:
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
     o.rows = OutputRows.of(expected, o.mine, o.record.row_dim if o.record.rows is not None else 0)
-    if not len(o.rows.at) and expected.rows is not None:
+    if expected.rows is not None and not len(o.rows.at):
         return o.without(SKIP, expected.reason or "no row has a reference")
     o.dtype = grid.name_of(o.mine)  # the record's, or the coarser one whose numbers it holds
     return o
@@ -421,9 +421,10 @@ def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> C
         ).to_text()  # fmt: skip
     at = int(rows[v.row]) if v.row >= 0 else -1
     request, position = place_of(dump, record, at + o.first + c.first if at >= 0 else at)
-    count = len(rows) if expected.rows is None else len(expected.rows)
-    left = expected.reason if len(rows) < count else ""
-    if expected.rows is not None and len(rows) < count:
+    n = rows.shape[0]
+    count = n if expected.rows is None else len(expected.rows)
+    left = expected.reason if n < count else ""
+    if expected.rows is not None and n < count:
         more["left"] = tuple(((~expected.rows).nonzero().flatten() + (o.first + c.first)).tolist())
     if (moved := expected.cache) is not None:
         more["cache"] = (moved.kind, moved.share, moved.expected, moved.most)
@@ -435,9 +436,9 @@ def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> C
         more["smallest"] = o.smallest
     if o.dtype != record.dtype:
         more["stored"] = record.dtype
-    message = unchecked or message_of(v, request, position, expected, len(rows))
+    message = unchecked or message_of(v, request, position, expected, n)
     what = record.role, o.dtype, record.shape, record.seq
-    row = judged(c, what, v, o.measures, (count, len(rows), left), message, (request, position), **more)
+    row = judged(c, what, v, o.measures, (count, n, left), message, (request, position), **more)
     if unchecked:
         return row
     if pools is not None:

@@ -83,7 +83,10 @@ def check_both(
         return [check_task(sides[t.side], t, references, options[t.side], ends) for t in map(tasks.__getitem__, group)]
 
     found: dict[int, list[ReplaySide]] = {}
-    with _shared(len(groups)) as queue:
+    with contextlib.ExitStack() as open_:
+        queue = open_.enter_context(_shared(len(groups)))
+        for calls in sides:
+            open_.enter_context(calls.reads_kept())
         more = min(len(groups), PROCESSES, processors()) - 1 if may_fork() else 0
         threads = processors() // (more + 1) if more == PROCESSES - 1 else 1
         others = [_other(queue, lambda k: rows(groups[k]), threads) for _ in range(more)]
