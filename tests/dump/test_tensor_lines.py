@@ -53,10 +53,13 @@ def test_there_and_back(head, step, call, seq, place, text, value):
     ):
         assert spell((template, step, call, seq, cell)) == text + "\n"
     sites = TensorSites()
-    lines = [sites.whole(text.encode(), json.loads(text)), sites.short(text.encode())]
-    assert lines[1] is not None
-    assert len(lines[1][1]) < len(lines[0][1])  # the head was not parsed again
-    assert list(RecordTable.of_lines(sites, 0, lines)[0]) == [value, value]
+    site, event = sites.whole(text.encode(), json.loads(text))
+    known, tails = sites.known([text.encode()])
+    assert known == [site]
+    found = sites.tails(tails)
+    assert found is not None
+    assert len(found[0]) < len(event)  # the head was not parsed again
+    assert list(RecordTable.of_lines(sites, 0, [site, site], [event, *found])[0]) == [value, value]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
 
 
-def with_replayed(pairs: list[Pair], origins: Sequence[OriginEntry]) -> list[Pair]:
+def with_replayed(pairs: Sequence[Pair], origins: Sequence[OriginEntry]) -> list[Pair]:
     """``pairs`` (the same list where nothing changes). origins: entries with the evidence ``replay``."""
     out = pairs
     for origin in origins:
