@@ -78,3 +78,12 @@ def test_a_fingerprint_has_no_hash_and_perhaps_no_statistics(stats: Stats | None
 
 def test_keys_are_moved_to_the_end_in_the_order_that_is_asked_for() -> None:
     assert list(last({"a": 1, "b": 2, "c": 3, "d": 4}, "c", "x", "a")) == ["b", "d", "c", "a"]
+
+
+def test_lines_read_together_are_those_of_the_file() -> None:
+    """One line that holds two, and two that hold one, are as many as there should be."""
+    two, whole = b'0},{"call":1}\n', b'1}\n'
+    half = b'0,"stats":{"min":[1\n', b'0}]}}\n'
+    assert TensorSites.tails([whole, whole]) == [{"call": 1}, {"call": 1}]
+    for lines in ([two], [*half], [two, *half], [whole, b'1,"new":2}\n'], [whole, b"1,\n"]):
+        assert TensorSites.tails(lines) is None
