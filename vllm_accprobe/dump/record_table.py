@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -172,6 +172,7 @@ def _whole_numbers(values: list[Any]) -> bool:
 
 
 _CUT = b',"call":'
+_PARTED = methodcaller("partition", _CUT)
 _OWN = frozenset(("call", "seq", "step", "hash", "seg", "off", "nbytes", "stats"))
 """What a line has behind the cut."""
 _MOST_HEADS = 1 << 16
@@ -197,7 +198,7 @@ class TensorSites:
 
     def known(self, lines: Iterable[bytes]) -> tuple[list[int | None], list[bytes]]:
         """(the site's number of each line, None where its head is not known; what is behind the cut)."""
-        heads, _, tails = zip(*(line.partition(_CUT) for line in lines), strict=True)
+        heads, _, tails = zip(*map(_PARTED, lines), strict=True)
         return list(map(self._heads.get, heads)), list(tails)
 
     @staticmethod
