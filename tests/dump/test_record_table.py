@@ -70,7 +70,8 @@ def table_of(*events: dict[str, Any], rank: int = 0, sites: TensorSites | None =
     """Of lines with these changes to `GOOD`."""
     sites = sites or TensorSites()
     lines = [orjson.dumps(orjson.loads(GOOD) | e) for e in events]
-    table, bad = RecordTable.of_lines(sites, rank, [sites.whole(line, orjson.loads(line)) for line in lines])
+    numbers, found = zip(*(sites.whole(line, orjson.loads(line)) for line in lines), strict=True)
+    table, bad = RecordTable.of_lines(sites, rank, numbers, found)
     assert bad == []
     return table
 

@@ -53,10 +53,13 @@ def test_there_and_back(head, step, call, seq, place, text, value):
     ):
         assert spell((template, step, call, seq, cell)) == text + "\n"
     sites = TensorSites()
-    lines = [sites.whole(text.encode(), json.loads(text)), sites.short(text.encode())]
-    assert lines[1] is not None
-    assert len(lines[1][1]) < len(lines[0][1])  # the head was not parsed again
-    assert list(RecordTable.of_lines(sites, 0, lines)[0]) == [value, value]
+    site, event = sites.whole(text.encode(), json.loads(text))
+    known, tails = sites.known([text.encode()])
+    assert known == [site]
+    found = sites.tails(tails)
+    assert found is not None
+    assert len(found[0]) < len(event)  # the head was not parsed again
+    assert list(RecordTable.of_lines(sites, 0, [site, site], [event, *found])[0]) == [value, value]
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,12 @@ def test_a_fingerprint_has_no_hash_and_perhaps_no_statistics(stats: Stats | None
 
 def test_keys_are_moved_to_the_end_in_the_order_that_is_asked_for() -> None:
     assert list(last({"a": 1, "b": 2, "c": 3, "d": 4}, "c", "x", "a")) == ["b", "d", "c", "a"]
+
+
+def test_lines_read_together_are_those_of_the_file() -> None:
+    """One line that holds two, and two that hold one, are as many as there should be."""
+    two, whole = b'0},{"call":1}\n', b'1}\n'
+    half = b'0,"stats":{"min":[1\n', b'0}]}}\n'
+    assert TensorSites.tails([whole, whole]) == [{"call": 1}, {"call": 1}]
+    for lines in ([two], [*half], [two, *half], [whole, b'1,"new":2}\n'], [whole, b"1,\n"]):
+        assert TensorSites.tails(lines) is None

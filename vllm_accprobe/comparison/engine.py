@@ -100,9 +100,9 @@ def compare(
     try:
         result = judge(run.measure(progress, finished), rules, log, floor, rate=rate)
         result = result if other is None else notes.apply(result, other)
-        result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
+        result = replace(result, samples=take_samples(plan, run.loaders, result.table, log))
         blamed = {tap for o in result.origins for tap in taps_of(o)}
-        spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, requested=taps is not None)
+        spreads, without = take_spreads(plan, run.loaders, result.table, log, blamed, requested=taps is not None)
         result = replace(result, spreads=spreads, without_spread=without)
         if finished is not None:
             finished.close(needed=False)

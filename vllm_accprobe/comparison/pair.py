@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+
+from vllm_accprobe.dump.record_table import LazyTable
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 NOT_JUDGED = "not judged: "
@@ -91,8 +94,8 @@ class Pair:
     kl: float | None = None
 
 
-_NO_COLUMNS = ("elements", "kl")
-COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Pair) if f.name not in _NO_COLUMNS)
+_FIELDS = tuple(f.name for f in fields(Pair))
+COLUMNS: tuple[str, ...] = tuple(name for name in _FIELDS if name not in ("elements", "kl"))
 """Names of compare.csv's columns, in order."""
 
 
@@ -129,28 +132,75 @@ def counted(n: int, one: str) -> str:
     return f"{n:,} {one}{'s' * (n != 1)}"
 
 
-class Pairs(list[Pair]):
-    """All pairs of a comparison, none of which changes any more: a column, or a severity, is made once for all that
-    read it."""
+class Pairs(LazyTable[Pair]):
+    """All pairs of a comparison, none of which changes any more: columns, and a `Pair` where one is needed. What is
+    computed of all is made once for all that read it."""
 
     def __init__(self, pairs: Iterable[Pair] = ()):
-        super().__init__(pairs)
-        self._columns: dict[str, list[Any]] = {}
+        self._made = list(pairs)
+        super().__init__(Pair, len(self._made), {})
 
-    def column(self, name: str) -> list[Any]:
-        if name not in self._columns:
-            self._columns[name] = list(map(attrgetter(name), self))
-        return self._columns[name]
+    @staticmethod
+    def joined(tables: Sequence[LazyTable[Pair]]) -> Pairs:
+        """The pairs of all, one after the other."""
+        first, *others = [t.same for t in tables] or [{}]
+        same = {name: v for name, v in first.items() if all(name in o and o[name] is v for o in others)}
+        columns = {name: list(chain.from_iterable(t.column(name) for t in tables))
+                   for name in _FIELDS if name not in same}  # fmt: skip
+        return Pairs._of_columns(sum(map(len, tables)), columns, same)
+
+    @staticmethod
+    def _of_columns(n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any]) -> Pairs:
+        found = Pairs()
+        LazyTable.__init__(found, Pair, n, columns, same)
+        del found._made
+        return found
+
+    def taken(self, order: Sequence[int]) -> Pairs:
+        """Those at ``order``."""
+        columns = {name: list(map(self.column(name).__getitem__, order)) for name in _FIELDS if name not in self.same}
+        return Pairs._of_columns(len(order), columns, self.same)
+
+    def changed(self, pairs: Mapping[int, Pair]) -> Pairs:
+        """With other pairs at some places."""
+        if not pairs:
+            return self
+        columns = {name: list(self.column(name)) for name in _FIELDS}
+        for name, values in columns.items():
+            for i, pair in pairs.items():
+                values[i] = getattr(pair, name)
+        return Pairs._of_columns(len(self), columns, {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def column(self, name: str) -> Sequence[Any]:
+        if name not in self._columns and name not in self._same:
+            self._columns[name] = list(map(attrgetter(name), self._made))
+        return super().column(name)
 
     def numbers(self, name: str) -> np.ndarray:
         """float64: NaN for None."""
         return np.array(self.column(name), np.float64)
 
+    def _numbered(self, name: str) -> tuple[list[Any], np.ndarray]:
+        """`numbered` of all, in any order."""
+        if name not in self._known:
+            values = self.column(name)
+            known = {value: i for i, value in enumerate(set(values))}
+            self._known[name] = list(known), np.fromiter(map(known.__getitem__, values), np.int32, len(values))
+        return self._known[name]
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[list[Any], np.ndarray]]:
+        return {}
+
     def those(self, name: str, fits: Callable[[Any], bool]) -> np.ndarray:
         """bool: whose value ``fits``, which is called once for equal ones."""
-        values = self.column(name)
-        known = {value: fits(value) for value in set(values)}
-        return np.fromiter(map(known.__getitem__, values), bool, len(values))
+        values, which = self._numbered(name)
+        return np.array([bool(fits(value)) for value in values], bool)[which]
 
     def having(self, name: str, value: Any) -> np.ndarray:
         """bool: which have this value."""
@@ -176,7 +226,7 @@ class Pairs(list[Pair]):
     def counts(self) -> Counts:
         status, same, bits = map(self.column, ("status", "identical", "bit_identical"))
         n = Counter(status)
-        reasons = Counter(self[i].message for i in np.flatnonzero(self.having("status", SKIP)).tolist())
+        reasons = Counter(compress(self.column("message"), self.having("status", SKIP).tolist()))
         known = Counter(zip(status, map(bool, same), map(bool, bits), strict=True))
         exact, widened = (sum(known[s, True, b] for s in (PASS, FAIL)) for b in (True, False))
         return Counts(n[PASS], n[FAIL], n[SKIP], exact + widened, exact, dict(reasons))

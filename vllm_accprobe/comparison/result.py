@@ -8,6 +8,7 @@ numbers come about (engine.py), what they mean (judge/), words (report/).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -71,7 +72,7 @@ class Comparison:
     mine_path: str
     golden_run: dict[str, Any]
     mine_run: dict[str, Any]
-    pairs: list[Pair]
+    pairs: Sequence[Pair]
     coverage: dict[str, Any]
     first_divergence: dict[str, Any] | None
     origins: list[OriginEntry]

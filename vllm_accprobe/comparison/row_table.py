@@ -107,12 +107,15 @@ class RowLog:
     shelf: SpillBuffer = field(default_factory=lambda: SpillBuffer(None, BOUND))
     _entries: dict[tuple[Any, ...], tuple[RowSet, np.ndarray | float]] = field(default_factory=dict)
     """A pair's rows and their errors, or the one that all have."""
+    _differs: bool = False
+    """Whether any row has an error."""
 
     def add_alike(
         self, role: str, column: Callable[[str], Sequence[Any]], rows: Sequence[RowSet], errors: np.ndarray
     ) -> None:
         """Pairs of one tensor, as columns, with their rows, and the one error that all rows of a pair have: float
         [pairs]."""
+        self._differs |= bool(errors.any())
         errors, kept = errors.astype(np.float32), [True] * len(errors)
         if not role.startswith(("output", "inplace")):
             limits = np.array([limit or 0.0 for limit in column("limit")], np.float32)
@@ -135,6 +138,7 @@ class RowLog:
             if not len(bad):
                 return
             rows, error = RowSet(rows.keys[bad], rows.decode[bad]), error[bad]
+        self._differs |= bool(error.any())
         self._entries[_name(pair)] = rows, self.shelf.keep(error)
 
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
@@ -142,7 +146,8 @@ class RowLog:
         return (rows.keys, np.broadcast_to(np.float32(error), len(rows))) if len(rows) else None
 
     def table(self, pairs: Pairs, names: Names) -> RowTable:
-        known = list(map(self._entries.get, zip(*map(pairs.column, _NAME), strict=True)))
+        names_of = zip(*map(pairs.column, _NAME), strict=True) if self._differs else ()
+        known = list(map(self._entries.get, names_of)) or [None] * len(pairs)
         each = enumerate(zip(known, pairs.column("limit"), strict=True))
         found = [(i, *entry, np.nan if limit is None else limit) for i, (entry, limit) in each if entry is not None]
         if not any(error if type(error) is float else np.any(error) for _, _, error, _ in found):  # nothing to tell
@@ -217,7 +222,7 @@ MAX_SAMPLED_PAIRS = 64
 
 
 def take_samples(
-    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, limit: int = MAX_SAMPLED_PAIRS
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Pairs, log: RowLog, limit: int = MAX_SAMPLED_PAIRS
 ) -> tuple[ValueSample, ...]:
     units = {u.key: u for u in plan.units}
     out = []
@@ -234,15 +239,15 @@ def take_samples(
     return tuple(out)
 
 
-def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
+def _chosen(pairs: Pairs, limit: int) -> list[int]:
     best: dict[tuple[str, str, int], int] = {}
-    for i, p in enumerate(pairs):
-        if p.status == FAIL and p.rows:
-            key = (p.tap, p.role, p.call)
-            if key not in best or (p.worst_row_rel_l2 or 0.0) > (pairs[best[key]].worst_row_rel_l2 or 0.0):
-                best[key] = i
+    failed = np.flatnonzero(pairs.failed & pairs.those("rows", bool)).tolist()
+    for i in failed:
+        p = pairs[i]
+        key = (p.tap, p.role, p.call)
+        if key not in best or (p.worst_row_rel_l2 or 0.0) > (pairs[best[key]].worst_row_rel_l2 or 0.0):
+            best[key] = i
     first = set(best.values())
-    failed = [i for i, p in enumerate(pairs) if p.status == FAIL and p.rows]
     return sorted(sorted(failed, key=lambda i: (i not in first, pairs[i].order))[:limit])
 
 
@@ -310,7 +315,7 @@ BINS, COLUMNS, POSITIONS = 48, 256, 128
 
 
 def take_spreads(
-    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = (),
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Pairs, log: RowLog, origins: Collection[str] = (),
     *, requested: bool = False,
 ) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
     """(spreads of up to `MAX_SPREAD_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of
@@ -333,7 +338,7 @@ def take_spreads(
 
 
 def _pairs_to_spread(
-    pairs: Sequence[Pair], origins: Collection[str], requested: bool
+    pairs: Pairs, origins: Collection[str], requested: bool
 ) -> tuple[list[int], Counter[str]]:
     """The failed pairs, the origins' before the others, then the origins' others, where ``requested``, all others;
     the largest error over its limit first. And what is beyond `MAX_SPREAD_PAIRS`."""
@@ -343,10 +348,11 @@ def _pairs_to_spread(
         error = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else np.inf
         return p.status != FAIL, p.tap not in origins, -(error / p.limit if p.limit else error)
 
-    def passes(p: Pair) -> bool:  # of an input that passes no row is kept
-        return requested and p.status == PASS and not p.identical and not p.role.startswith("input")
-
-    wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins or passes(p))]
+    some = pairs.failed | pairs.those("tap", origins.__contains__)
+    if requested:  # of an input that passes no row is kept
+        others = pairs.those("identical", bool) | pairs.those("role", lambda role: role.startswith("input"))
+        some |= pairs.having("status", PASS) & ~others
+    wanted = np.flatnonzero(some & pairs.those("rows", bool)).tolist()
     left_out: Counter[str] = Counter()
     if len(wanted) > MAX_SPREAD_PAIRS:
         left_out[f"after the {MAX_SPREAD_PAIRS} worst"] = len(wanted) - MAX_SPREAD_PAIRS

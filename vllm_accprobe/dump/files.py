@@ -17,7 +17,10 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain, islice
 from json.encoder import encode_basestring_ascii as quote
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, NamedTuple
@@ -320,15 +323,23 @@ def bounded_lines(path: Path, most: int | None = None) -> Iterator[bytes]:
         yield from iter(lambda: bounded_line(f, path, most), b"")
 
 
-def journal_lines(path: Path) -> Iterator[tuple[int, bytes | None, int]]:
-    """(number from 1, line, length) of each line; the line is None where it is longer than MAX_LINE. A last line
-    without a newline is torn, and comes with number 0. Raises OSError."""
+def journal_lines(path: Path, most: int) -> Iterator[tuple[int, list[bytes], int]]:
+    """(number from 1 of the first, up to ``most`` lines, their length). A line longer than MAX_LINE comes alone and is
+    not there; a last line without a newline is torn, and comes alone with number 0. Raises OSError."""
     with os.fdopen(open_regular(path), "rb", buffering=1 << 20) as f:
-        number = 0
-        while line := f.readline(MAX_LINE):
-            number += 1
-            length = len(line)
-            whole = line.endswith(b"\n")
-            while not whole and (rest := f.readline(MAX_LINE)):
-                length, whole, line = length + len(rest), rest.endswith(b"\n"), b""
-            yield (number if whole else 0), (line or None), length
+        number = 1
+        while lines := list(islice(iter(partial(f.readline, MAX_LINE), b""), most)):
+            if all(map(_WHOLE, lines)):
+                yield number, lines, sum(map(len, lines))
+                number += len(lines)
+                continue
+            rest = chain(lines, iter(partial(f.readline, MAX_LINE), b""))
+            for line in rest:
+                own, length = [line], len(line)
+                while not (whole := line.endswith(b"\n")) and (line := next(rest, b"")):
+                    own, length = [], length + len(line)
+                yield (number if whole else 0), own, length
+                number += 1
+
+
+_WHOLE = methodcaller("endswith", b"\n")

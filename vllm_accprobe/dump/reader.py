@@ -274,24 +274,20 @@ class RankReader:
         self.unknown: Counter[str] = Counter()
         self.torn = 0
         self.unreadable: str | None = None
-        self._tensors: list[tuple[int, Event]] = []
-        self._numbers: list[int] = []
-        """The next lines of tensors, which are read together, and which lines they are."""
         self._parts: list[RecordTable] = []
 
     def read(self) -> None:
         """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
         try:
-            for number, line, length in journal_lines(self.directory / JOURNAL):
-                if number and line is not None and (tensor := self.sites.short(line)) is not None:
-                    self._tensor(number, tensor)
-                elif number:
-                    self._line(number, line, length)
-                else:
+            for number, lines, length in journal_lines(self.directory / JOURNAL, BATCH):
+                if not number:
                     self.torn = length
+                elif lines:
+                    self._lines(number, lines)
+                else:
+                    self.bad.append((number, f"{length} bytes long"))
         except OSError as error:
             self.unreadable = error.strerror or str(error)
-        self._put_tensors()
         table = RecordTable.joined(self.sites, self._parts)
         self._parts.clear()
         if gone := superseded(self.ops):
@@ -305,15 +301,44 @@ class RankReader:
         self.dump.ops += self.ops
         self._report()
 
-    def _line(self, number: int, line: bytes | None, length: int) -> None:
+    def _lines(self, number: int, lines: list[bytes]) -> None:
+        """Lines from that number on: those of tensors are read together, the others go where they belong."""
+        sites, tails = self.sites.known(lines)
+        events: list[Event | None] = [None] * len(lines)
+        for i in [i for i, site in enumerate(sites) if site is None] if None in sites else ():
+            sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have told its head
+            if sites[i] is None:
+                self._line(number, i, lines[i], sites, events)
+        together = [i for i, site in enumerate(sites) if site is not None and events[i] is None]
+        if len(together) < len(lines):
+            tails = [tails[i] for i in together]
+        found = self.sites.tails(tails)
+        for k, i in enumerate(together):
+            if found is not None:
+                events[i] = found[k]
+            elif (alone := self.sites.tails(tails[k : k + 1])) is not None:
+                events[i] = alone[0]
+            else:
+                sites[i] = None
+                self._line(number, i, lines[i], sites, events)
+        at = [i for i, e in enumerate(events) if e is not None]
+        if at:
+            own = [s for s in sites if s is not None], [e for e in events if e is not None]
+            part, bad = RecordTable.of_lines(self.sites, self.rank, *own)
+            self.bad += [(number + at[i], why) for i, why in bad]
+            self._parts.append(part)
+
+    def _line(
+        self, first: int, i: int, line: bytes, sites: list[int | None], events: list[Event | None]
+    ) -> None:  # fmt: skip
+        """Puts a line by itself where it belongs, that of a tensor into ``sites`` and ``events``."""
+        number = first + i
         try:
-            if line is None:
-                raise ValueError(f"{length} bytes long")
             e = _parse(line)
             if not isinstance(e, dict) or not isinstance(e.get("event"), str):
                 raise ValueError("not an event")
             if e["event"] in ("tensor", "param"):
-                self._tensor(number, self.sites.whole(line, e))
+                sites[i], events[i] = self.sites.whole(line, e)
             elif e["event"] == "start":
                 check_schema(e, self.directory / JOURNAL)
                 self.dump.starts.setdefault(self.rank, e)
@@ -323,19 +348,6 @@ class RankReader:
             self.bad.append((number, "nested too deep"))
         except (ValueError, OverflowError) as error:  # JSON's errors, too
             self.bad.append((number, str(error)))
-
-    def _tensor(self, number: int, tensor: tuple[int, Event]) -> None:
-        self._numbers.append(number)
-        self._tensors.append(tensor)
-        if len(self._tensors) >= BATCH:
-            self._put_tensors()
-
-    def _put_tensors(self) -> None:
-        if self._tensors:
-            part, bad = RecordTable.of_lines(self.sites, self.rank, self._tensors)
-            self.bad += [(self._numbers[i], why) for i, why in bad]
-            self._parts.append(part)
-            self._tensors, self._numbers = [], []
 
     def _event(self, e: dict[str, Any]) -> None:
         kind, dump, rank = e["event"], self.dump, self.rank

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import repeat
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -57,25 +57,38 @@ class LazyTable(Sequence[T]):
 
     def __init__(self, kind: type[T], n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any] = NONE):
         """columns: fields, a value for each; same: the fields that all have alike."""
-        self._kind, self._n, self._columns, self._same = kind, n, columns, same
+        self._kind, self._n, self._columns, self._same = kind, n, dict(columns), same
 
     @cached_property
-    def _made(self) -> list[T]:
-        return by_column(self._kind, self._n, self._columns, self._same)
+    def _made(self) -> list[Any]:
+        """None for what was not needed yet."""
+        return [None] * self._n
+
+    def _of(self, start: int) -> list[T]:
+        """The BATCH values from there, made together: a column costs a few microseconds however short it is."""
+        here = slice(start, start + BATCH)
+        if self._made[start] is None:
+            columns = {name: values[here] for name, values in self._columns.items()}
+            self._made[here] = by_column(self._kind, min(BATCH, self._n - start), columns, self._same)
+        return self._made[here]
 
     @cached_property
     def first(self) -> T:
-        columns = {name: values[:1] for name, values in self._columns.items()}
-        return by_column(self._kind, 1, columns, self._same)[0]  # type: ignore[no-any-return]
+        own = {name: values[0] for name, values in self._columns.items()}
+        return self._kind(**{**self._same, **own})
 
     def __len__(self) -> int:
         return self._n
 
     def __getitem__(self, at: Any) -> Any:
-        return self._made[at]
+        if isinstance(at, slice):
+            return [self[i] for i in range(self._n)[at]]
+        i = range(self._n)[at]
+        return self._made[i] or self._of(i - i % BATCH)[i % BATCH]
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._made)
+        for start in range(0, self._n, BATCH):
+            yield from self._of(start)
 
     def stretch(self, start: int, stop: int) -> LazyTable[T]:
         columns = {name: values[start:stop] for name, values in self._columns.items()}
@@ -88,6 +101,11 @@ class LazyTable(Sequence[T]):
 
     def column(self, name: str) -> Sequence[Any]:
         return self._columns[name] if name in self._columns else [self._same[name]] * self._n
+
+
+def alike(values: Sequence[Any]) -> bool:
+    """Whether all are one object; False for none."""
+    return len(values) > 0 and all(map(is_, values, repeat(values[0])))
 
 
 def column(values: Sequence[Any], name: str) -> Sequence[Any]:
@@ -154,6 +172,7 @@ def _whole_numbers(values: list[Any]) -> bool:
 
 
 _CUT = b',"call":'
+_PARTED = methodcaller("partition", _CUT)
 _OWN = frozenset(("call", "seq", "step", "hash", "seg", "off", "nbytes", "stats"))
 """What a line has behind the cut."""
 _MOST_HEADS = 1 << 16
@@ -177,17 +196,23 @@ class TensorSites:
             self.all.append(site)
         return found
 
-    def short(self, line: bytes) -> tuple[int, Event] | None:
-        """(the site's number, the other keys) of a line with a known head. Raises ValueError for what is no JSON."""
-        at = line.find(_CUT)
-        number = self._heads.get(line[:at])
-        if number is None:
+    def known(self, lines: Iterable[bytes]) -> tuple[list[int | None], list[bytes]]:
+        """(the site's number of each line, None where its head is not known; what is behind the cut)."""
+        heads, _, tails = zip(*map(_PARTED, lines), strict=True)
+        return list(map(self._heads.get, heads)), list(tails)
+
+    @staticmethod
+    def tails(lines: Sequence[bytes]) -> list[Event] | None:
+        """The other keys of lines with known heads, parsed together; None where they do not say that by themselves:
+        whole lines say what is wrong, and NaN and half a surrogate pair are not."""
+        text = b',{"call":'.join([b"", *lines])
+        if b"[" in text:  # without one, no line can take in the next: each ends, or the whole is no JSON
             return None
         try:
-            e = orjson.loads(b"{" + line[at + 1 :])
-        except ValueError:  # the whole line says what is wrong; NaN and half a surrogate pair are not
+            found = orjson.loads(b"[%s]" % text[1:])
+        except ValueError:
             return None
-        return (number, e) if _OWN.issuperset(e) else None
+        return found if len(found) == len(lines) and _OWN.issuperset(set().union(*found)) else None
 
     def whole(self, line: bytes, e: Event) -> tuple[int, Event]:
         """The same of a line that was parsed. Raises ValueError for a ``tensor`` or ``param`` event that is none."""
@@ -226,18 +251,18 @@ class RecordTable(Sequence[Record]):
 
     @staticmethod
     def of_lines(
-        sites: TensorSites, rank: int, lines: Sequence[tuple[int, Event]]
+        sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequence[Event]
     ) -> tuple[RecordTable, list[tuple[int, str]]]:
         """The tensors of one rank, as `TensorSites` reads their lines, and (which, why) of those that are none."""
         try:
-            return RecordTable(sites, _columns(sites, rank, *zip(*lines, strict=True))), []
+            return RecordTable(sites, _columns(sites, rank, numbers, events)), []
         except (ValueError, RecursionError) as error:
-            if len(lines) == 1:
+            if len(events) == 1:
                 why = "nested too deep" if isinstance(error, RecursionError) else str(error)
                 return RecordTable(sites, _EMPTY), [(0, why)]
-        half = len(lines) // 2
-        first, bad = RecordTable.of_lines(sites, rank, lines[:half])
-        second, more = RecordTable.of_lines(sites, rank, lines[half:])
+        half = len(events) // 2
+        first, bad = RecordTable.of_lines(sites, rank, numbers[:half], events[:half])
+        second, more = RecordTable.of_lines(sites, rank, numbers[half:], events[half:])
         return RecordTable.joined(sites, [first, second]), [*bad, *((half + i, why) for i, why in more)]
 
     def __len__(self) -> int:
@@ -375,8 +400,10 @@ def _site_of(r: Record) -> TensorSite:
 def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequence[Event]) -> Columns:
     """Raises ValueError with the first value that is none, of whichever line."""
     n = len(events)
-    own = [sites.all[i] for i in numbers]
     out = dict(_EMPTY) | {"site": np.array(numbers, np.int32), "rank": np.full(n, rank, np.int32)}
+    own, at = np.unique(out["site"], return_inverse=True)
+    nbytes, parameter = (np.array([getattr(sites.all[i], name) for i in own.tolist()], np.int64)[at]
+                         for name in ("nbytes", "parameter"))  # fmt: skip
     keys = {"call": 0, "seq": 0, "hash": None, "stats": None, **dict.fromkeys(("step", "seg", "off", "nbytes"))}
     calls, seqs, hashed, stats, steps, *places = _columns_of(events, keys)
     stored = [i for i, seg in enumerate(places[0]) if seg is not None]
@@ -384,13 +411,14 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
     if stored:
         seg, off, sizes = (_whole(name, c if len(stored) == n else [c[i] for i in stored])
                            for name, c in zip(("seg", "off", "nbytes"), places, strict=True))  # fmt: skip
-        out["seg"][stored], out["off"][stored] = seg, off
-        for i, nbytes in zip(stored, sizes.tolist(), strict=True):
-            if own[i].nbytes != nbytes:
-                raise ValueError(f"{nbytes} bytes are not a {own[i].dtype} tensor of shape {list(own[i].shape)}")
-    ran = [i for i, site in enumerate(own) if not site.parameter]
+        there = _places(stored, n)
+        out["seg"][there], out["off"][there] = seg, off
+        for wrong in np.flatnonzero(nbytes[there] != sizes)[:1].tolist():
+            site = sites.all[numbers[stored[wrong]]]
+            raise ValueError(f"{sizes[wrong]} bytes are not a {site.dtype} tensor of shape {list(site.shape)}")
+    ran = np.flatnonzero(parameter == 0).tolist()
     out["step"] = np.full(n, -1)
-    out["step"][ran] = _whole("step", steps if len(ran) == n else [steps[i] for i in ran])
+    out["step"][_places(ran, n)] = _whole("step", steps if len(ran) == n else [steps[i] for i in ran])
     out["call"], out["seq"] = _whole("call", calls), _whole("seq", seqs)
     if not set(map(type, hashed)) <= {str, type(None)}:
         hashed = [optional_string({"hash": h}, "hash") for h in hashed]
@@ -398,6 +426,11 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
     out["hash"][:] = [None if h is None else sys.intern(h) for h in hashed]
     out["lost"] = np.zeros(n, bool)
     return out | _of_stats(stats)
+
+
+def _places(at: list[int], n: int) -> Any:
+    """To index columns of n with: a list would be made an array each time."""
+    return slice(None) if len(at) == n else np.array(at, np.int64)
 
 
 def _columns_of(events: Sequence[Event], keys: Mapping[str, Any]) -> list[Sequence[Any]]:
@@ -412,22 +445,22 @@ def _columns_of(events: Sequence[Event], keys: Mapping[str, Any]) -> list[Sequen
 
 def _of_stats(found: Sequence[Any]) -> Columns:
     known = [i for i, s in enumerate(found) if s is not None]
-    some = found if len(known) == len(found) else [found[i] for i in known]
+    some, there = found if len(known) == len(found) else [found[i] for i in known], _places(known, len(found))
     if not set(map(type, some)) <= {dict}:
         raise ValueError(f"stats is {short(next(s for s in some if type(s) is not dict))}")
     out: Columns = {name: np.full(len(found), -1) for name in _COUNTS} | {
         name: np.full(len(found), np.nan) for name in _WORDS
     }
     (count, nan, inf), words = (columns := _columns_of(some, _STATS))[:3], columns[3:]
-    out["count"][known] = _whole("count", count)
-    out["nan"][known], out["inf"][known] = _whole("nan", nan), _whole("inf", inf)
+    out["count"][there] = _whole("count", count)
+    out["nan"][there], out["inf"][there] = _whole("nan", nan), _whole("inf", inf)
     for name, values in zip(_WORDS, words, strict=True):
         if not set(map(type, values)) <= {float, type(None)}:
             values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None
                       for v in values]  # fmt: skip
         column = np.array(values, np.float64)
         column[~np.isfinite(column)] = np.nan  # infinity and NaN, which JSON cannot say, are as good as missing
-        out[name][known] = column
+        out[name][there] = column
     return out
 
 

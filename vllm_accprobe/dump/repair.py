@@ -133,7 +133,7 @@ def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
     """Cuts the torn end off, adds the ``end`` line; the number of bytes cut."""
     path = dump.path / rank_dir(rank) / JOURNAL
     whole = cut = 0
-    for number, _, length in journal_lines(path):
+    for number, _, length in journal_lines(path, 512):
         if number:
             whole += length
         else:

@@ -564,8 +564,8 @@ class ArrivedRanks:
 def _world(journal: Path) -> int:
     """The number of ranks by a journal's first line, 0 where it does not say."""
     try:
-        _, line, _ = next(files.journal_lines(journal), (0, None, 0))
-        n = (object_at(json.loads(line or b"{}")) or {}).get("world_size")
+        _, lines, _ = next(files.journal_lines(journal, 1), (0, [], 0))
+        n = (object_at(json.loads(lines[0] if lines else b"{}")) or {}).get("world_size")
     except (OSError, ValueError, RecursionError):
         return 0
     return n if type(n) is int and 0 < n <= MOST_RANKS else 0

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair, LabelSide
 from vllm_accprobe.comparison.pair import COLUMNS, Pair, Pairs
-from vllm_accprobe.report.text import count, each, num, safe
+from vllm_accprobe.dump.record_table import alike
+from vllm_accprobe.report.text import count, each, num, once, safe
 from vllm_accprobe.whole_file import write_csv_lines, write_lines, write_text
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _NUMBER = ("int", "float", "bool", "int | None", "float | None")
 _WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)
 """Columns whose values are no numbers: the others are written as they are."""
-_CHUNK = 4096
+_CHUNK, _FEW = 4096, 64
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -45,19 +46,25 @@ def cell(value: Any) -> Any:
 
 
 def pair_lines(pairs: Pairs, others: Sequence[tuple[Any, ...]] | None) -> Iterator[str]:
-    """The line of each pair: COLUMNS, then the cells of ``others``. Column by column: most cells of one are alike."""
+    """The lines of the pairs: COLUMNS, then the cells of ``others``. Column by column: most cells of one are alike."""
     for start in range(0, len(pairs), _CHUNK):
         here = slice(start, start + _CHUNK)
         columns: list[Sequence[Any]] = [pairs.column(name)[here] for name in COLUMNS]
         columns += zip(*others[here], strict=True) if others is not None else ()
-        for line in zip(*(_cells(name in _WRITTEN, c) for name, c in zip_longest(COLUMNS, columns)), strict=True):
-            yield ",".join(line) + "\n"
+        cells = once(lambda name, c: _cells(name in _WRITTEN, c), zip_longest(COLUMNS, columns), _WRITTEN.__contains__)
+        line = ",".join("%s" if isinstance(own, list) else own.replace("%", "%%") for own in cells) + "\n"
+        each_line = zip(*(own for own in cells if isinstance(own, list)), strict=True)
+        yield "".join(map(line.__mod__, each_line)) or line % () * len(columns[0])
 
 
-def _cells(written: bool, values: Sequence[Any]) -> list[str]:
-    """written: of texts and shapes, of which equal ones are not always one object."""
+def _cells(written: bool, values: Sequence[Any]) -> list[str] | str:
+    """One text where all are one object. written: of texts and shapes, of which equal ones are not always one."""
+    if alike(values):
+        return _text(values[0])
     try:
         if written:
+            if 2 * len(set(values[:_FEW])) > len(values[:_FEW]):  # each its own
+                return list(map(_text, values))
             known = {value: _text(value) for value in set(values)}
             return list(map(known.__getitem__, values))
     except TypeError:  # a list has no hash

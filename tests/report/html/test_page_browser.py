@@ -835,7 +835,7 @@ def test_nothing_is_cut_off_and_nothing_opens(visit):
     counts = {"calls": 1234, "rows": 1234567, "checked": 1000000, "compared": 234567, "unseen": 12,
               "smallest": {"row": 0.0034, "column": 1.23e-7, "one_row": 0.011}}  # fmt: skip
     classes = [{"class": name} | counts for name in ("MergedColumnParallelLinear", "Attention", "x" * 80)]
-    result = replace(result, pairs=result.pairs + wide, origins=[result.origins[0] | more],
+    result = replace(result, pairs=[*result.pairs, *wide], origins=[result.origins[0] | more],
                      coverage=result.coverage | {"by_class": classes})  # fmt: skip
     page = visit(result, drawn="#heat", width=703, height=1000)  # between the margins of print.css
     closed = page.locator("details:not([open])").count()

@@ -11,7 +11,7 @@ rows are wanted (measurer.py), layouts (align/ranks.py), kernels (kernels/).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from math import prod
@@ -315,6 +315,14 @@ def figures_text(pair: tuple[Figures, ...]) -> str:
     both = [(name, *flat[2 * i : 2 * i + 2]) for i, name in enumerate(NAMES)]
     words = ", ".join(f"{n} {_text(g)} | {_text(m)}" for n, g, m in both if g is not None or m is not None)
     return f"golden | mine: {words}" if words else ""
+
+
+def figures_texts(pairs: Sequence[tuple[Figures, ...]]) -> list[str]:
+    """`figures_text` of each: all at once where none lacks a figure, which takes half as long."""
+    flat = np.array(pairs, np.float64).transpose(0, 2, 1).reshape(-1)
+    if np.isnan(flat).any():
+        return list(map(figures_text, pairs))
+    return ("\n".join([_TEMPLATE] * len(pairs)) % tuple(flat.tolist())).split("\n")
 
 
 _TEMPLATE = "golden | mine: " + ", ".join(f"{name} %.9g | %.9g" for name in NAMES)

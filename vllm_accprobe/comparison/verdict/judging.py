@@ -14,7 +14,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,8 +265,6 @@ _Compared = tuple[Part, RowErrors, "PartLimits", str]
 PartLimits = tuple[Limits, Limits, "float | None"]
 """(what may have piled up, what one operator may create, what rounding alone piles up to: one unit, growing with depth
 as the limits do)."""
-_MADE_TOGETHER = 1 << 12
-"""Pairs, of which all columns are there twice for a moment."""
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""
 
@@ -511,10 +508,10 @@ class _Judge:
     log: RowLog
     floor: Calibration | None = None
     rate: float = FALSE_ALARM_RATE
-    pairs: origin_entries.Compared = field(default_factory=list)
+    tables: list[LazyTable[Pair]] = field(default_factory=list)
+    keys: list[np.ndarray] = field(default_factory=list)
+    """Of the rows of each pair."""
     traces: list[TensorErrors] = field(default_factory=list)
-    waiting: list[tuple[pair_status.PairColumns, list[np.ndarray]]] = field(default_factory=list)
-    unmade: int = 0
     replicas: int = 0
     routing: Routing = field(default_factory=Routing)
     chosen: origin_entries.Chosen = field(default_factory=dict)
@@ -533,9 +530,9 @@ class _Judge:
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
-        self._make_pairs()
-        alone = self._alone([p for p, _ in self.pairs])
-        self._check_floor()
+        pairs = Pairs.joined(self.tables)
+        alone = self._alone(pairs)
+        self._check_floor(pairs)
         places = origin_entries.Places(setting)
         reported: dict[str, float] = {}
         flow = DataFlow(self.traces, self.tree)
@@ -554,7 +551,7 @@ class _Judge:
         first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}
         named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
         about = {**setting.untapped.classes, **setting.classes}, setting.settings
-        entries = [origin_entries.origin_entry(c, setting, places, self.pairs, self.chosen) for c, _ in named]
+        entries = [origin_entries.origin_entry(c, setting, places, pairs, self.chosen) for c, _ in named]
         places_of = [c.trace.order + last.get(id(c), 0) for c, _ in named]
         origins = [(at, entry_of(e, gap, *about)) for at, e, (_, gap) in zip(places_of, entries, named, strict=True)]
         steps = origin_entries.steps_of(created)
@@ -562,17 +559,16 @@ class _Judge:
         for (c, gap), (_, entry) in zip(named, origins, strict=True):
             entry["nonfinite"] = steps.get(c.tap, 0)
             entry["layers"] = None if gap else every.get(entry["module"])
-        compared = [p for p, _ in self.pairs]
-        origins = with_constants(origins, setting.settings, setting.modules, compared)
-        judged = origin_entries.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
+        origins = with_constants(origins, setting.settings, setting.modules, pairs)
+        pairs = origin_entries.condemn(created, pairs, self.keys, [gap.after if gap else "" for gap in gaps])
         unrouted = self.routing.left[NOT_COMPARED]
-        flipped, sampler, judged = origin_entries.judge_flips(setting, self.traces, places, judged, unrouted)
+        judged = origin_entries.judge_flips(setting, self.traces, places, pairs, self.keys, unrouted)
+        flipped, sampler, pairs = judged
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
-        pairs = Pairs(p for p, _ in judged)
         moments = [-1 if step is None else step for step in pairs.column("step")]
-        pairs = Pairs(pairs[i] for i in np.lexsort((pairs.column("order"), moments)).tolist())
+        pairs = pairs.taken(np.lexsort((pairs.column("order"), moments)).tolist())
         if not alone and not blamed:  # all that was left may be tokens whose flips nothing judges
             alone = self._alone(pairs)
         rows = self.log.table(pairs, setting.names)
@@ -619,7 +615,7 @@ class _Judge:
             created=reported,
         )
 
-    def _alone(self, pairs: Sequence[Pair]) -> list[str]:
+    def _alone(self, pairs: Pairs) -> list[str]:
         """What is reported of a comparison without judged pairs; nothing where there are some."""
         if not self._nothing(pairs):
             return []
@@ -655,10 +651,10 @@ class _Judge:
         what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
         return kept, what + ": not taken for origins"
 
-    def _check_floor(self) -> None:
-        if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
+    def _check_floor(self, pairs: Pairs) -> None:
+        known = set(zip(pairs.column("tap"), pairs.column("role"), strict=True))
+        if self.floor is None or any(self.floor.floor(*place, None) is not None for place in known):
             return
-        known = {(p.tap, p.role) for p, _ in self.pairs}
         if not known & set(self.floor.floors):
             raise CompareError("the floor fits none of the tensors compared: it was made with another model")
 
@@ -668,15 +664,15 @@ class _Judge:
         parts = [p.get("parts") for p in probes if isinstance(p, dict) and p.get("enabled")]
         return any(isinstance(p, list) and (not p or set(p) - {"params"}) for p in parts)
 
-    def _nothing(self, pairs: Sequence[Pair]) -> bool:
+    def _nothing(self, pairs: Pairs) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
-        judged = (p for p in pairs if p.status in (PASS, FAIL))
         seen = self.measured.setting.coverage
         # Rows that one side has alone: both were to compute, and one was killed before it did.
         left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
         ran = bool(left) or any(not u.is_param for u in self.measured.units) or not self.measured.units
         ran = ran or (not self.measured.setting.moments and self._steps_wanted())
-        return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
+        param = pairs.those("role", lambda role: role.startswith("param."))
+        return not (pairs.failed | (pairs.having("status", PASS) & (~param | (not ran)))).any()
 
     # --- units -------------------------------------------------------------------------------------------------
 
@@ -693,7 +689,6 @@ class _Judge:
         if isinstance(unit.parts, LazyTable) and plain:
             self._by_lines(unit, unit.parts)
             return
-        self._make_pairs()
         chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
         found = [(keys, choices) for keys, choices in chosen if len(choices) == len(keys)]
         if found:
@@ -791,33 +786,37 @@ class _Judge:
         total, created, rounding = check.limits(unit, [first])[0]
         rows: Sequence[RowSet] = parts.column("rows")
         spoken = [self.moments.get(m, NO_ROWS) for m in parts.column("moment")] if first.whole else rows
-        lengths = np.fromiter(map(len, spoken), np.int64, len(parts))
-        floor_of = cache(partial(check.floor_of, unit.key))
-        phases = [None if first.whole else of.phase for of in rows]
+        sizes, phases = pair_status.sizes_and_phases(tuple(spoken))
+        lengths = np.array(sizes, np.int64)
+        phases = [None] * len(parts) if first.whole else phases
+        floor_of = partial(check.floor_of, unit.key)
         everywhere, where, which = 0.0, np.zeros(len(parts), bool), _NO_ROWS[0]
         values = np.zeros(len(parts))
         if first.identical:
-            floors = [floor_of(phase, 0.0, total.row, rounding) for phase in phases]
+            of = {phase: floor_of(phase, 0.0, total.row, rounding) for phase in set(phases)}
+            floors = [of[phase] for phase in phases]
             limits, notes = [total.row] * len(parts), [""] * len(parts)
             pairs, failed = pair_status.equal_pairs(unit, parts, limits, floors, notes), [False] * len(parts)
             errors = values
         else:
-            values = np.array([max(row, peak / self.standard.element) for row, peak in parts.column("stats")])
+            row, peak = np.array(parts.column("stats"), np.float64).T
+            values = np.where(peak / self.standard.element > row, peak / self.standard.element, row)
             errors = np.where(values > 0, np.inf, values) if total.exact else values
-            known = [floor_of(phase, 1.0, total.row, rounding)[:2] for phase in phases]
+            of = {phase: floor_of(phase, 1.0, total.row, rounding) for phase in set(phases)}
             shown, own = values.tolist(), errors.tolist()
-            floors = [(f, by, v / f if f else None) for (f, by), v in zip(known, shown, strict=True)]
+            known = ((v, *of[phase][:2]) for v, phase in zip(shown, phases, strict=True))
+            floors = [(f, by, v / f if f else None) for v, f, by in known]
             pairs = pair_status.statistics_pairs(unit, parts, own, shown, total.row, floors, self.measured.setting)
             where, failed = errors > 0, [status == FAIL for status in pairs.column("status")]
             which = np.flatnonzero(np.repeat(where, lengths))
             if first.whole:
                 everywhere = float(errors[where & (lengths == 0)].max(initial=0.0))
         self.log.add_alike(unit.key[1], pairs.column, rows, errors)
-        keys = [(speaks if bad else of).keys for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
-        self.waiting.append((pairs, keys))
-        self.unmade += len(keys)
-        if self.unmade >= _MADE_TOGETHER:
-            self._make_pairs()
+        sets = rows
+        if first.whole and any(failed):
+            sets = [speaks if bad else of for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
+        self.keys += [of.keys for of in sets]
+        self.tables.append(pairs)
         if unit.key[:2] == (SAMPLER, TOKEN):
             return
         none = np.zeros(len(which), bool)
@@ -826,13 +825,6 @@ class _Judge:
         shared = np.repeat(np.where(one, np.arange(len(one)), -1), lengths) if one.any() else _NO_KEYS
         self._trace(unit, list(spoken), which, (err, rel, np.zeros(len(which)), none, none), created.row, everywhere,
                     max(total.row, 0.0), not first.identical, shared=shared)  # fmt: skip
-
-    def _make_pairs(self) -> None:
-        """Of tensors that lines decided since the last that was read."""
-        if self.waiting:
-            tensors, keys = zip(*self.waiting, strict=True)
-            self.pairs += zip(pair_status.made(tensors), chain.from_iterable(keys), strict=True)
-            self.waiting, self.unmade = [], 0
 
     def _trace(
         self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,
@@ -861,9 +853,9 @@ class _Judge:
         ))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
-        self._make_pairs()
         if part.equal is None or part.skip:
-            self.pairs.append((pair_status.skipped_pair(unit, part), NO_ROWS.keys))
+            self.tables.append(Pairs([pair_status.skipped_pair(unit, part)]))
+            self.keys.append(NO_ROWS.keys)
             return
         limits = EXACT
         if is_computed(unit.key[1]) and not part.equal:
@@ -890,13 +882,16 @@ class _Judge:
         pairs = {id(p): pair for own in (self._equal(unit, [c for c in compared if c[0].identical]),
                                          self._other(unit, [c for c in compared if not c[0].identical]))
                  for p, pair in own}  # fmt: skip
+        found = []
         for part in parts:
             pair = pairs.get(id(part)) or pair_status.skipped_pair(unit, part)
             if id(part) in none_judged and not pair.identical:
                 pair = replace(pair, status=SKIP, message=NONE_JUDGED)
             self.replicas += bool(part.replicas)
             rows = NO_ROWS if pair.status == SKIP else self._rows_of(part) if pair.status == FAIL else part.rows
-            self.pairs.append((pair, rows.keys))
+            self.keys.append(rows.keys)
+            found.append(pair)
+        self.tables.append(Pairs(found))
 
     def _equal(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
         if not compared:
@@ -907,7 +902,7 @@ class _Judge:
         rows = [limit.row for _, _, (limit, *_), _ in compared]
         pairs = pair_status.equal_pairs(unit, parts, rows, floors, [note for *_, note in compared])
         self.log.add_alike(unit.key[1], pairs.column, [p.rows for p in parts], np.zeros(len(parts)))
-        return zip(parts, pair_status.made([pairs]), strict=True)
+        return zip(parts, pairs, strict=True)
 
     def _other(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
         check, setting = self.limit_check, self.measured.setting

@@ -19,7 +19,7 @@ from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.padding import stood_in_padding
-from vllm_accprobe.comparison.pair import counted
+from vllm_accprobe.comparison.pair import Pairs, counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.runner_inputs import chunk_words
@@ -31,8 +31,6 @@ from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 from vllm_accprobe.judge.siblings import TensorStats
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 
-Compared = list[tuple[Pair, np.ndarray]]
-"""Each pair with the keys of its rows."""
 Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
 """Tap that gets which experts to use → (keys [n], experts [n, k]) of its tensors."""
 
@@ -76,7 +74,7 @@ class Places:
 
 
 def origin_entry(
-    c: Origin, setting: ComparisonContext, places: Places, pairs: Compared, chosen: Chosen | None = None
+    c: Origin, setting: ComparisonContext, places: Places, pairs: Pairs, chosen: Chosen | None = None
 ) -> OriginEntry:
     trace = c.trace
     request = where = phase = None
@@ -90,7 +88,7 @@ def origin_entry(
             request = where = phase = None
     value, limit, worst = size_of(c, at)
     if trace.kind == PARAM:
-        found = next((p for p, _ in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
+        found = next((p for p in pairs if (p.tap, p.role) == (trace.tap, trace.role)), None)
         value = found.rel_l2 if found is not None and found.rel_l2 is not None else value
     text = "" if len(c.keys) and request is None else shape_of(c, setting, places, chosen or {})
     graph = _graph_of(c, setting, places)
@@ -240,18 +238,21 @@ def unproved(c: Origin) -> Origin:
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
-def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = ()) -> Compared:
+def condemn(
+    created: Sequence[Origin], pairs: Pairs, keys: Sequence[np.ndarray], after: Sequence[str] = ()
+) -> Pairs:  # fmt: skip
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
-    then: one fault is so many times one limit, its origin's, wherever it is reported. after: of each of ``created`` the
-    beginning of the gap in which it was created, "" where there is none."""
+    then: one fault is so many times one limit, its origin's, wherever it is reported. keys: of each pair's rows. after:
+    of each of ``created`` the beginning of the gap in which it was created, "" where there is none."""
     blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
         blamed.setdefault(c.trace.key, []).append((c, since))
-    out = list(pairs)
-    for i in [i for i, (p, _) in enumerate(pairs) if (p.tap, p.role, p.call) in blamed] if blamed else ():
-        pair, keys = pairs[i]
+    out: dict[int, Pair] = {}
+    names = zip(*map(pairs.column, ("tap", "role", "call")), strict=True) if blamed else ()
+    for i in [i for i, name in enumerate(names) if name in blamed]:
+        pair = pairs[i]
         for c, since in blamed[pair.tap, pair.role, pair.call]:
-            mask = np.isin(c.keys, keys)
+            mask = np.isin(c.keys, keys[i])
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
             skip = pair.status not in (PASS, FAIL) or pair.measure == "created" or pair.identical
@@ -267,14 +268,14 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
                 words = pair.message if by_statistics else messages.join(what, pair.message)
                 pair = replace(pair, status=FAIL, message=words, limit=limit)
                 pair = replace(pair, measure="created", measured=most, allowed=limit)
-        out[i] = pair, keys
-    return out
+        out[i] = pair
+    return pairs.changed(out)
 
 
 def judge_flips(
-    setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Compared,
-    unrouted: Collection[int] = (),
-) -> tuple[list[dict[str, Any]], list[OriginEntry], Compared]:  # fmt: skip
+    setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Pairs,
+    keys: Sequence[np.ndarray], unrouted: Collection[int] = (),
+) -> tuple[list[dict[str, Any]], list[OriginEntry], Pairs]:  # fmt: skip
     """(entries of ``tokens.flipped``, the sampler's origins, the pairs with verdicts). unrouted: keys of rows whose
     logits are not judged, because their experts were not compared."""
     entries: list[dict[str, Any]] = []
@@ -305,11 +306,10 @@ def judge_flips(
             side = requested.side(why)
             ways, left = requested.ways[side], requested.left[side]
             failed.append(_Failed(int(found["key"]), why, requested.sentence(why), ways, left))
-    out = list(pairs)
-    for i in [i for i, (p, _) in enumerate(pairs) if p.tap == SAMPLER and p.role == TOKEN and p.status != SKIP]:
-        pair, keys = pairs[i]
-        out[i] = pair_status.judged_tokens(pair, [why for key, why in verdicts.items() if key in keys]), keys
-    return entries, _sampler_origins(failed, setting, places), out
+    tokens = pairs.having("tap", SAMPLER) & pairs.having("role", TOKEN) & ~pairs.having("status", SKIP)
+    out = {i: pair_status.judged_tokens(pairs[i], [why for key, why in verdicts.items() if key in keys[i]])
+           for i in np.flatnonzero(tokens).tolist()}  # fmt: skip
+    return entries, _sampler_origins(failed, setting, places), pairs.changed(out)
 
 
 @dataclass(frozen=True, slots=True)

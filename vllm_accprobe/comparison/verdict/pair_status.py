@@ -13,17 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import chain
+from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
-from vllm_accprobe.comparison.measure.read import figures_text
+from vllm_accprobe.comparison.measure.read import figures_text, figures_texts
 from vllm_accprobe.comparison.pair import FAIL, NOT_JUDGED, PASS, SKIP, Pair
-from vllm_accprobe.dump.record_table import by_column, column
+from vllm_accprobe.dump.record_table import LazyTable, column
 from vllm_accprobe.dump.schema import DECODE, PREFILL
 from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import RowErrors, Worst, describe, value_and_limit
@@ -43,49 +45,58 @@ _EQUAL = {
 
 def equal_pairs(
     unit: MeasuredUnit, parts: Sequence[Part], limits: Sequence[float], floors: Sequence[Floor], notes: Sequence[str]
-) -> PairColumns:
+) -> LazyTable[Pair]:
     """Pairs of parts whose numbers are all equal. limits: of their rows; the others as `make_pair` has them."""
     zero = column(parts, "zero")
-    joined = zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True)
+    told = list(zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True))
+    texts = {words: messages.join(*words) for words in set(told)}
     return _unread(unit, parts, floors, {
         **_EQUAL, "cosine": [None if z else 1.0 for z in zero],
         "rel_l2": (relative := [None if z else 0.0 for z in zero]), "max_rel_err": relative,
-        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": [messages.join(*s) for s in joined],
+        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": list(map(texts.__getitem__, told)),
     }, [0.0] * len(parts))  # fmt: skip
 
 
 def statistics_pairs(
-    unit: MeasuredUnit, parts: Sequence[Part], errors: Sequence[float], values: Sequence[float], limit: float,
+    unit: MeasuredUnit, parts: LazyTable[Part], errors: Sequence[float], values: Sequence[float], limit: float,
     floors: Sequence[Floor], setting: ComparisonContext,
-) -> PairColumns:  # fmt: skip
+) -> LazyTable[Pair]:  # fmt: skip
     """Pairs of parts that statistics decided. errors, values: of all their rows, in units of the limit and as the
     table shows them."""
     places: list[tuple[str | None, int | None]] = [(None, None)] * len(parts)
-    wrong = [not error <= limit for error in errors]
-    texts = []
-    for i, (rows, figures, note) in enumerate(
-        zip(*(column(parts, n) for n in ("rows", "figures", "note")), strict=True)
-    ):
-        if len(rows.keys) == 1 and errors[i] > 0:
-            places[i] = setting.name(int(rows.keys[0]))
-        clause = "statistics differ" if wrong[i] else "no payload: judged by statistics"
-        texts.append(messages.join(clause, figures_text(figures), note))
+    wrong, rows = [not error <= limit for error in errors], parts.column("rows")
+    for i, n in enumerate(sizes_and_phases(tuple(rows))[0]):
+        if n == 1 and errors[i] > 0:
+            places[i] = setting.name(int(rows[i].keys[0]))
+    clauses = ["statistics differ" if w else "no payload: judged by statistics" for w in wrong]
+    figures = figures_texts(parts.column("figures"))
+    texts = list(map(messages.join, clauses, figures, parts.column("note")))
     return _unread(unit, parts, floors, {
         "worst_row_rel_l2": values, "status": [FAIL if w else PASS for w in wrong], "message": texts, "limit": limit,
         "worst_request": [request for request, _ in places], "worst_position": [at for _, at in places],
     }, values)  # fmt: skip
 
 
+@lru_cache(8)
+def sizes_and_phases(
+    rows: tuple[RowSet, ...], wholes: tuple[bool, ...] = ()
+) -> tuple[list[int | None], list[str | None]]:  # fmt: skip
+    """How many rows each set has, and their phase; None of tensors that are compared as wholes. Most units of a model
+    have the same ones."""
+    each = list(zip(rows, wholes or repeat(False), strict=bool(wholes)))
+    return [None if whole else len(of.keys) for of, whole in each], [None if whole else of.phase for of, whole in each]
+
+
 def _unread(
     unit: MeasuredUnit, parts: Sequence[Part], floors: Sequence[Floor], found: Mapping[str, Any], rel: Sequence[float]
-) -> PairColumns:
+) -> LazyTable[Pair]:
     """found: columns, lists, and fields that all have alike. rel: of all rows of each."""
     rows, features, wholes = (column(parts, name) for name in ("rows", "feature", "whole"))
-    phases = [None if whole else of.phase for of, whole in zip(rows, wholes, strict=True)]
-    sizes = [None if whole else len(of.keys) for of, whole in zip(rows, wholes, strict=True)]
+    sizes, phases = sizes_and_phases(tuple(rows), tuple(wholes))
+    shapes = {key: key[1] if key[0] is None else (key[0], *key[1]) for key in set(zip(sizes, features, strict=True))}
     columns: dict[str, Any] = {
         **{name: column(parts, name) for name in _PART},
-        "shape": [f if n is None else (n, *f) for n, f in zip(sizes, features, strict=True)],
+        "shape": list(map(shapes.__getitem__, zip(sizes, features, strict=True))),
         "phase": phases, "rows": sizes,
         "prefill_rel_l2": [None if p in (None, DECODE) else v for p, v in zip(phases, rel, strict=True)],
         "decode_rel_l2": [None if p in (None, PREFILL) else v for p, v in zip(phases, rel, strict=True)],
@@ -93,27 +104,7 @@ def _unread(
         **{name: values for name, values in found.items() if isinstance(values, list)},
     }  # fmt: skip
     same = {name: value for name, value in found.items() if not isinstance(value, list)}
-    return PairColumns(len(parts), columns, _UNREAD | same | _place(unit))
-
-
-class PairColumns(NamedTuple):
-    """Pairs of one tensor. columns: fields, a value for each; same: the fields that all have alike."""
-
-    n: int
-    columns: Mapping[str, Sequence[Any]]
-    same: Mapping[str, Any]
-
-    def column(self, name: str) -> Sequence[Any]:
-        return self.columns[name] if name in self.columns else [self.same[name]] * self.n
-
-
-def made(tensors: Sequence[PairColumns]) -> list[Pair]:
-    """The pairs of all, one after the other. Together: a column costs a few microseconds however short it is."""
-    different = {name for t in tensors for name in t.columns}
-    first = tensors[0].same
-    different |= {name for name in first if any(t.same[name] is not first[name] for t in tensors)}
-    columns = {name: list(chain.from_iterable(t.column(name) for t in tensors)) for name in different}
-    return by_column(Pair, sum(t.n for t in tensors), columns, first)
+    return LazyTable(Pair, len(parts), columns, _UNREAD | same | _place(unit))
 
 
 def make_pair(

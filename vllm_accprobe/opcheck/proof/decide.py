@@ -36,9 +36,9 @@ from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
 
 
-def with_replayed(pairs: list[Pair], origins: Sequence[OriginEntry]) -> list[Pair]:
-    """``pairs`` (the same list where nothing changes). origins: entries with the evidence ``replay``."""
-    out = pairs
+def with_replayed(pairs: Sequence[Pair], origins: Sequence[OriginEntry]) -> Sequence[Pair]:
+    """``pairs`` (the same object where nothing changes). origins: entries with the evidence ``replay``."""
+    out, changed = list(pairs) if origins else [], False
     for origin in origins:
         created, limit = origin.get("created"), origin.get("floor")
         if not created or not limit or not math.isfinite(created) or not math.isfinite(limit):
@@ -52,12 +52,12 @@ def with_replayed(pairs: list[Pair], origins: Sequence[OriginEntry]) -> list[Pai
         # The row that is blamed is mostly its pair's worst; where it is not, the worst pair stands for it.
         there = {i: (out[i].worst_request, out[i].worst_position) == row for i in own}
         named = max(own, key=lambda i: (there[i], _size(out[i])), default=None)
-        out = list(out) if own and out is pairs else out
+        changed |= bool(own)
         for i in own:
             size = created if i == named else min(_size(out[i]), created)
             text = _checked_message(out[i], size, limit)
             out[i] = replace(out[i], status=FAIL, measure="created", measured=size, allowed=limit, message=text)
-    return out
+    return out if changed else pairs
 
 
 def _size(pair: Pair) -> float:
