@@ -22,6 +22,7 @@ import pytest
 from preloaded_vllm import preloaded
 from support import kernels
 from support.engine import V2_ENV
+from support.forked_children import forked
 from vllm_server import ENV
 
 from vllm_accprobe.whole_file import write_text
@@ -121,6 +122,12 @@ def preloaded_vllm(preloads: Callable[[str], Path]) -> Path:
     """A folder with a command `vllm` that forks from one process with vLLM imported: a server's start is a third. At
     least one test each of a server, a signal and a terminal meets the command that users have."""
     return preloads("v1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    with forked():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
