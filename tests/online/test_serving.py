@@ -12,7 +12,7 @@ from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main
 
-CALLS = 200
+CALLS = 120
 FILES = ("opcheck.csv", "result.csv", "profile.json")
 
 
@@ -42,11 +42,11 @@ def test_many_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, o
     with ended(first, send):
         journal = out / "received/rank0000/journal.jsonl"
         for _ in range(3):
-            line.wait_until(60_000)  # of some 300,000 in all
+            line.wait_until(25_000)  # of some 180,000 in all
             line.cut()
-        line.wait_until(20_000)  # on after the third cut, too: the kill is a fourth break
+        line.wait_until(10_000)  # on after the third cut, too: the kill is a fourth break
         while not journal.stat().st_size:
-            line.wait_until(20_000)
+            line.wait_until(10_000)
         assert send.process.poll() is None  # else nothing was cut or killed in the middle
         line.until = math.inf
         first.kill()
@@ -66,7 +66,7 @@ def test_many_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, o
 def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path) -> None:
     """The capture goes on while it is sent and checked; what fails is said before it ends."""
     source, shared, out = tmp_path / "dump", tmp_path / "shared", tmp_path / "out"
-    whole = many(tmp_path / "whole", 60)
+    whole = many(tmp_path / "whole", 30)
     assert main(["opcheck", str(whole), "-j", "0", "--out", str(tmp_path / "offline")]) == 1
     journal = (whole / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
     (source / "rank0000").mkdir(parents=True)
