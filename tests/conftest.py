@@ -9,6 +9,7 @@ ready takes the next piece.
 Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
 cluster, every page typed in, further cases of a kind that has one in the default suite."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -153,7 +154,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Without groups every process starts every engine, which takes twice the time and memory, and nothing says so."""
+    """Without groups every process starts every engine, which takes twice the time and memory, and nothing says so.
+    What all tests have imported is not searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
     grouped = getattr(session.config.option, "loadgroup", False) and hasattr(session.config, "workerinput")
     if grouped and session.items and not any("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist did not group the tests: another pytest than pyproject.toml asks for?")

@@ -181,7 +181,7 @@ FP8 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize("kind", ["blocks", "rows", pytest.param("tensors", marks=pytest.mark.extra)])  # one scale
 def test_a_checkpoint_in_fp8_is_what_its_numbers_stand_for(tmp_path: Path, kind: str) -> None:
     """To the bit: a float32 checkpoint whose weights are the fp8 numbers times their scales, element by element."""
     config, ending, size = FP8[kind]

@@ -3,8 +3,8 @@
 The problem: each of some hundred that the tests' own process starts imports torch and all references again, 3 s of a
 processor. The idea: one process imports them; given an environment and open files it forks twice, and the kernel gives
 the orphan to the tests' process, a subreaper then (prctl(2)). So the child is one as ever: its number, signals, pipes
-and exit code. `Command` is one of our commands, forked too, and so are its children. Not here: a command that is started
-as a shell does, which imports what it needs; each kind has a test of that.
+and exit code. `Command` is one of our commands, forked too, and so are its children. Not here: a command started as a
+shell does, which imports what it needs; each kind has a test of that.
 """
 
 import ctypes
