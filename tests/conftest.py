@@ -153,11 +153,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=_turn)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Without groups every process starts every engine, which takes twice the time and memory, and nothing says so.
-    What all tests have imported is not searched for garbage again and again."""
+    What all tests have imported is not searched for garbage, neither meanwhile, a third of the time, nor later."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     grouped = getattr(session.config.option, "loadgroup", False) and hasattr(session.config, "workerinput")
     if grouped and session.items and not any("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist did not group the tests: another pytest than pyproject.toml asks for?")
