@@ -31,6 +31,8 @@ FACTOR = 1.05
 LIMIT = 0.03
 """Relative L2 beyond which a tap differs: ten times what bfloat16 rounding moves this model."""
 ROWED = range(ROWS)
+TIMES = 100
+"""Forwards of which the fastest is taken."""
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -177,7 +179,7 @@ def timed_once(what: Callable[[], Any]) -> tuple[Any, float]:
 def step_costs(bare: Forward, tapped: Tapped, x: torch.Tensor, device: torch.device) -> dict[str, float]:
     """The fastest of many forwards without taps, with taps off and on, in µs; in turns, since a machine has others."""
     best: dict[str, float] = {}
-    for _ in range(100):
+    for _ in range(TIMES):
         for name, forward, rows in (("without", bare, ()), ("off", tapped.forward, ()), ("on", tapped.forward, ROWED)):
             choose(tapped.placed.select, rows)
             forward(x)

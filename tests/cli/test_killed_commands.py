@@ -114,7 +114,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TERMINATED = ("gate", "bisect", "self-check")
 KILLED = [(name, signal.SIGKILL) for name in COMMANDS if name not in TERMINATED]
 KILLED += [("compare", signal.SIGTERM), ("opcheck", signal.SIGHUP), ("run-shell", signal.SIGHUP)]
-KILLED += [("golden-make", number) for number in (signal.SIGTERM, signal.SIGHUP)]
+KILLED += [("golden-make", signal.SIGTERM)]
 KILLED += [(name, signal.SIGTERM) for name in TERMINATED]
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -12,12 +13,14 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.report.table import write_csv
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'vllm-accprobe[ray]'")
+if find_spec("ray") is None:
+    pytest.skip("ray is not installed: pip install 'vllm-accprobe[ray]'", allow_module_level=True)
 pytestmark = [pytest.mark.ray, pytest.mark.extra]
 
 
 @pytest.fixture(scope="module")
 def machines():
+    import ray
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -3,6 +3,7 @@ what it did: exit code, what it printed, seconds, peak memory, and every file th
 
 Reads cases from stdin, a JSON list of argument lists; writes a JSON list of results to stdout."""
 
+import contextlib
 import json
 import os
 import resource
@@ -75,6 +76,8 @@ if __name__ == "__main__":
     import pandas  # noqa: F401
 
     import vllm_accprobe.cli
-    import vllm_accprobe.comparison.engine  # noqa: F401
+    import vllm_accprobe.comparison.engine
 
+    with contextlib.redirect_stdout(None):
+        vllm_accprobe.cli.main(["--version"])  # imports what every command does
     print(json.dumps([run(case) for case in json.load(sys.stdin)]))

@@ -186,7 +186,10 @@ def test_checksums_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("msprobe") is None, reason="mindstudio-probe is not installed")
-@pytest.mark.parametrize(("task", "level", "summary"), [("tensor", "mix", "statistics"), ("statistics", "L0", "md5")])
+@pytest.mark.parametrize(
+    ("task", "level", "summary"),
+    [("tensor", "mix", "statistics"), pytest.param("statistics", "L0", "md5", marks=pytest.mark.extra)],
+)  # extra: checksums of a dump that is no tool's: test_checksums_alone
 def test_a_real_dump(tmp_path: Path, task: str, level: str, summary: str) -> None:
     """Forward and backward, modules and APIs, of the installed tool."""
     out = tmp_path / "dump"

@@ -9,6 +9,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 from tiny_model import make
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
 
 from vllm_accprobe import Probe  # noqa: E402
 from vllm_accprobe.cli import main  # noqa: E402
@@ -36,6 +38,15 @@ DRAW = random.Random(1)
 PROMPTS = [[DRAW.randrange(8, 250) for _ in range(n)] for n in (1, 23, 97)]
 WEIGHTS = ("model.safetensors",)
 PARTS = ("input", "output", "params")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """By the process that runs these tests, not by all that collect them."""
+    global transformers, LAYER
+    import transformers
+
+    LAYER = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer.forward
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +192,7 @@ FP8 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize("kind", ["blocks", "rows", pytest.param("tensors", marks=pytest.mark.extra)])  # one scale
 def test_a_checkpoint_in_fp8_is_what_its_numbers_stand_for(tmp_path: Path, kind: str) -> None:
     """To the bit: a float32 checkpoint whose weights are the fp8 numbers times their scales, element by element."""
     config, ending, size = FP8[kind]
@@ -255,9 +266,6 @@ def _forward(read: Callable[[list[Any]], Any], **more: Any) -> Callable[..., Any
 def _adding(self: Any, hidden: Any, cache: list[Any], **how: Any) -> Any:
     cache.append(hidden)
     return LAYER(self, hidden, **how)
-
-
-LAYER = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer.forward
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 from opcheck.layer_dumps import build
+from support.forked_children import Command
 from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "vllm_accprobe.cli", "online"]
+"""As a user starts it: where a whole process is to be proven."""
 
 
 def many(root: Path, calls: int, fault: str = "layers.0.norm") -> Path:
@@ -29,13 +32,15 @@ def many(root: Path, calls: int, fault: str = "layers.0.norm") -> Path:
 
 
 class Run:
-    """One of the two commands as a process whose output is collected."""
+    """One of the two commands as a process whose output is collected. anew: started as by a user."""
 
-    def __init__(self, *words: str):
-        self.process = subprocess.Popen(
-            [*COMMAND, *words], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=in_the_foreground,
-        )  # fmt: skip
+    def __init__(self, *words: str, anew: bool = False):
+        how: dict[str, Any] = {"env": ENV, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process: subprocess.Popen[str] = (
+            subprocess.Popen([*COMMAND, *words], text=True, preexec_fn=in_the_foreground, **how)
+            if anew
+            else Command("online", *words, **how)
+        )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -80,8 +85,8 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def serve(out: Path, port: int, *more: str) -> Run:
-    run = Run("serve", "--port", str(port), "--out", str(out), *more)
+def serve(out: Path, port: int, *more: str, anew: bool = False) -> Run:
+    run = Run("serve", "--port", str(port), "--out", str(out), *more, anew=anew)
     run.until("waiting for calls")
     return run
 

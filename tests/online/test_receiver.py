@@ -82,7 +82,7 @@ def test_a_hostile_peer_takes_no_memory_and_nobodys_turn(tmp_path: Path, small: 
         context = ssl.create_default_context(cafile=str(tmp_path / "client/ca.crt"))
         context.check_hostname = False
         context.load_cert_chain(tmp_path / "client/client.crt", tmp_path / "client/client.key")
-    receive = serve(tmp_path / "out", port, *more[0])
+    receive = serve(tmp_path / "out", port, *more[0], anew=True)  # its memory is its own
     peers = [threading.Thread(target=hostile, args=(port, stop, context), daemon=True) for _ in range(3)]
     with ended(receive):
         for peer in peers:

@@ -36,8 +36,8 @@ def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
     authority, port, out = Authority(), free_port(), tmp_path / "out"
     tls = [str(authority.folder(tmp_path / side, side)) for side in ("server", "client")]
     line = Cut(port)
-    first = serve(out, port, "--tls", tls[0])
-    send = Run("send", str(calls), "--port", str(line.port), "--tls", tls[1])
+    first = serve(out, port, "--tls", tls[0], anew=True)
+    send = Run("send", str(calls), "--port", str(line.port), "--tls", tls[1], anew=True)
     with ended(first, send):
         journal = out / "received/rank0000/journal.jsonl"
         for _ in range(3):
@@ -50,7 +50,7 @@ def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
         line.until = math.inf
         first.kill()
         had = journal.stat().st_size
-        second = serve(out, port, "--tls", tls[0])
+        second = serve(out, port, "--tls", tls[0], anew=True)
         with ended(second):
             assert send.code() == 0, send.said
             assert second.code() == 1, second.said
@@ -65,7 +65,7 @@ def test_400_calls_with_the_line_cut_and_the_receiver_killed(tmp_path, calls, of
 def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path) -> None:
     """The capture goes on while it is sent and checked; what fails is said before it ends."""
     source, shared, out = tmp_path / "dump", tmp_path / "shared", tmp_path / "out"
-    whole = many(tmp_path / "whole", 60)
+    whole = many(tmp_path / "whole", 30)
     assert main(["opcheck", str(whole), "-j", "0", "--out", str(tmp_path / "offline")]) == 1
     journal = (whole / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
     (source / "rank0000").mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_two_ranks_and_a_sender_each(tmp_path: Path) -> None:
 
 def test_interrupted_it_checks_what_is_here(tmp_path: Path) -> None:
     out, port = tmp_path / "out", free_port()
-    receive = serve(out, port, "--ranks", "0-1")
+    receive = serve(out, port, "--ranks", "0-1", anew=True)
     with ended(receive):
         assert sent(str(build(tmp_path / "dump", "layers.0.norm")), "--port", str(port))[0] == 0
         receive.until("all is here")

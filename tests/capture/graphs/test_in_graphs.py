@@ -14,7 +14,6 @@ import pytest
 import torch
 from captured_calls import CallGraph, capture
 from fake_runners import PARALLEL, Output, captured, more, new, without_vllm
-from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.core import recording
 from vllm_accprobe.capture.core.session import Sink
@@ -164,7 +163,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     without_vllm(monkeypatch)
     monkeypatch.setenv(TAP_SET, "")
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
 
     def started(runner: Runner, name: str = "mine", **settings: Any) -> CaptureObserver:
         config = ProbeConfig.from_kwargs(dir=str(tmp_path / name), graphs=True, **settings)
@@ -197,7 +196,7 @@ def test_the_compiled_engine_leaves_what_the_eager_one_does(start: Start) -> Non
     eager, answers = served(start, "eager", Runner(compiles=False))
     default, same = served(start, "default", Runner(compiles=True))
     assert all(map(torch.equal, answers, same))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     kernels = {f"model.layers.{i}.{name}" for i in (0, 1) for name in ("up", "down")}
     assert {tap for _, tap in outputs(default)} == {"<root>", "embed", *kernels}
     want = outputs(eager)
@@ -290,7 +289,7 @@ def test_statistics_are_those_of_an_eager_engine_s_statistics(start: Start, some
     eager, answers = served(start, "eager", Runner(compiles=False), task="stats", **some)
     stats, same = served(start, "stats", Runner(compiles=True), task="stats", **some)
     assert all(map(torch.equal, answers, same))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     taps = {tap for _, tap in lines(stats)}
     assert len(taps) == 6
     assert lines(stats) == {key: line for key, line in lines(eager).items() if key[1] in taps}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.graphs.graph_ops import _each_device, _tap_device, choose, selection, tap, tap_each
 
@@ -14,7 +13,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
 
 
 @pytest.mark.parametrize("operator", [tap, _tap_device], ids=["host", "device"])
@@ -93,7 +92,7 @@ def test_calls_keep_their_order_when_compiled() -> None:
                 assert torch.equal(held[: len(chosen)], x[chosen])
                 assert torch.equal(held[len(chosen) :], old[len(chosen) :])
             assert torch.equal(got, x)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 class Layer(torch.nn.Module):
@@ -136,5 +135,5 @@ def test_one_graph_for_all_rows_and_all_choices(backend: str) -> None:
                 assert torch.equal(layer.held[len(chosen) :], old[len(chosen) :])
                 x = torch.relu(out)
             assert torch.equal(got, x)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -109,7 +109,13 @@ EVERYWHERE = {
 }
 
 
-@pytest.mark.parametrize("what", EVERYWHERE)
+FURTHER = ("a scale within a truncation", "a scale in a low sum", "a mask")
+"""One of a scale and one of a column are among the others."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=pytest.mark.extra) if w in FURTHER else w for w in EVERYWHERE]
+)
 def test_nothing_else_is_excused_for_being_everywhere(what: str, tmp_path: Path) -> None:
     for machine in (EVERYWHERE[what], m.wide(EVERYWHERE[what])):
         checked = rows_of(m.dump(tmp_path / str(machine.dtype), machine))

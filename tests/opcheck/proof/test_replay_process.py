@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
+from support.forked_children import anew
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.proof import replay_process as replay
@@ -235,7 +236,8 @@ def test_a_replay_computes_with_one_thread(pair: tuple, tmp_path: Path, monkeypa
 
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setattr(replay.Replay, "result", result)
-    compared(pair, tmp_path / "out")
+    with anew():
+        compared(pair, tmp_path / "out")
     assert len(seen) == 1
     names = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMBA_NUM")
     assert {f"{name}_THREADS=1" for name in names} <= seen[0]

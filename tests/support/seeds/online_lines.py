@@ -33,7 +33,7 @@ def _configs(where: Path, gpu: dict[str, object], npu: dict[str, object]) -> Non
 def _both(where: Path, *more: str) -> None:
     """run_ut on the GPU's side, then the sender on the NPU's, with ``more``; the tables are opcheck's."""
     out = where / "out"
-    receive = Run("serve", "--config", str(where / "gpu.json"), "--out", str(out))
+    receive = Run("serve", "--config", str(where / "gpu.json"), "--out", str(out), anew=True)
     with ended(receive):
         receive.until("waiting for calls")
         assert main(["online", "send", "--config", str(where / "npu.json"), *more]) == 0
@@ -64,7 +64,7 @@ def _certificates(home: Path) -> None:
     assert {p.name for p in tls.iterdir()} == {"server.key", "server.csr", "server.crt"}
     line = {"nfs_path": "", "host": "127.0.0.1", "port": free_port()}
     _configs(where, {**line, "tls_path": str(tls)}, line)
-    run = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "refused"))
+    run = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "refused"), anew=True)
     assert run.code() == 2
     assert "has no ca.crt" in run.said
     assert len([x for x in run.lines if x.startswith("accprobe: ")]) == 1
@@ -105,7 +105,7 @@ def _script(home: Path) -> None:
         "debugger.start(model)\nmodel(torch.ones(2, 4))\ndebugger.stop()\ndebugger.step()\n"
     )
     (where / "train.sh").write_text(f"{sys.executable} {where / 'train.py'}\n")
-    receive = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "out"))
+    receive = Run("serve", "--config", str(where / "gpu.json"), "--out", str(where / "out"), anew=True)
     with ended(receive):
         receive.until("waiting for calls")
         done = subprocess.run(["bash", str(where / "train.sh")], capture_output=True, text=True, check=True)

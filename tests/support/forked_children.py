@@ -1,0 +1,186 @@
+"""Children of opcheck, of the replay and of the online check, forked from a process that has imported torch.
+
+The problem: each of some hundred that the tests' own process starts imports torch and all references again, 3 s of a
+processor. The idea: one process imports them; given an environment and open files it forks twice, and the kernel gives
+the orphan to the tests' process, a subreaper then (prctl(2)). So the child is one as ever: its number, signals, pipes
+and exit code. `Command` is one of our commands, forked too, and so are its children. Not here: a command started as a
+shell does, which imports what it needs; each kind has a test of that.
+"""
+
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
+from vllm_accprobe.children import main as first_of_a_child
+
+COMMAND = "support.forked_command"
+MODULES = ("vllm_accprobe.opcheck.run.process_pool", "vllm_accprobe.opcheck.proof.replay_child",
+           "vllm_accprobe.online.live", COMMAND)  # fmt: skip
+_SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of linux/prctl.h."""
+_PYTHON = sys.executable
+_START = Child._execute_child  # type: ignore[attr-defined]
+
+
+class Forking:
+    """The process that forks; it is started when it is first needed, and ends with this one."""
+
+    def __init__(self, here: socket.socket | None = None) -> None:
+        self._here = here
+        self._lock = threading.Lock()
+
+    def start(self, argv: list[str], env: dict[str, str], fds: dict[int, int]) -> int:
+        """The number of a new child of this process. fds: a file's number in the child → here."""
+        with self._lock:  # opcheck's threads start processes
+            if self._here is None:
+                self._here, there = socket.socketpair()
+                path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+                own = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_"))}
+                own |= {**BLOCKS_REUSED, **ONE_THREAD, "PYTHONPATH": path}
+                self._process = Child("support.forked_children", env=own, stdin=there)
+                there.close()
+            asked = {"argv": argv, "env": env, "cwd": os.getcwd(), "fds": [*fds], "parent": os.getpid()}
+            _becomes_parent(True)
+            try:
+                socket.send_fds(self._here, [b"{"], [*fds.values()])
+                self._here.sendall(json.dumps(asked)[1:].encode() + b"\n")
+                return int(_line(self._here))
+            finally:
+                _becomes_parent(False)
+
+    def close(self) -> None:
+        if self._here is not None:
+            self._here.close()
+            self._process.end()
+
+
+class Command(Child):
+    """`accprobe` with ``words``."""
+
+    def __init__(self, *words: str, **how: Any):
+        super().__init__(COMMAND, *words, **how)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """While it lasts, each `Child` of one of `MODULES` is forked."""
+    forking = Forking()
+    with mock.patch.object(Child, "_execute_child", _by(forking)):
+        yield
+    forking.close()
+
+
+def _by(forking: Forking) -> Any:
+    arguments = inspect.signature(_START)
+
+    def start(self: Any, *given: Any, **named: Any) -> None:
+        how = arguments.bind(self, *given, **named).arguments
+        if how["args"][5] not in MODULES or how["args"][0] != _PYTHON:
+            _START(self, *given, **named)
+            return
+        pipes = enumerate((how["p2cread"], how["c2pwrite"], how["errwrite"]))
+        fds = {n: n if fd == -1 else fd for n, fd in pipes} | {fd: fd for fd in how["pass_fds"]}
+        self.pid = forking.start(["-c", *how["args"][3:]], dict(how["env"]), fds)
+        self._child_created = True
+        self._close_pipe_fds(*(how[k] for k in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+
+    return start
+
+
+@contextmanager
+def anew() -> Iterator[None]:
+    """While it lasts, no `Child` is forked."""
+    with mock.patch.object(Child, "_execute_child", _START):
+        yield
+
+
+def main() -> None:
+    """The process that forks: its stdin is a socket, a line and some files each time."""
+    from vllm_accprobe.opcheck import references
+
+    found = pkgutil.walk_packages(references.__path__, f"{references.__name__}.")
+    for name in (*MODULES, *(module.name for module in found)):
+        importlib.import_module(name)
+    _fork_for(socket.socket(fileno=os.dup(0)))
+
+
+def _fork_for(asker: socket.socket) -> None:
+    while True:
+        begin, fds, _, _ = socket.recv_fds(asker, 1, 16)
+        if not begin:
+            return
+        asked = json.loads(begin + _line(asker))
+        between = os.fork()
+        if between == 0:
+            if os.fork() == 0:
+                _become(asked, fds, asker)
+            os._exit(0)
+        os.waitpid(between, 0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _become(asked: dict[str, Any], fds: list[int], asker: socket.socket) -> None:
+    code = 1
+    try:
+        while os.getppid() != asked["parent"]:
+            time.sleep(0.0005)
+        asker.sendall(b"%d\n" % os.getpid())
+        out_of_the_way = [os.dup2(fd, 900 + n) for n, fd in enumerate(fds)]
+        for number, fd in zip(asked["fds"], out_of_the_way, strict=True):
+            os.dup2(fd, number)
+        for fd in {int(fd) for fd in os.listdir("/proc/self/fd")} - set(asked["fds"]):
+            with suppress(OSError):  # what listed them
+                os.close(fd)
+        os.chdir(asked["cwd"])
+        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ.clear()
+        os.environ.update(asked["env"])
+        added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [*filter(None, added), *(p for p in sys.path if p not in before)]
+        sys.argv[:] = asked["argv"]
+        if sys.argv[3] == COMMAND:
+            here, there = socket.socketpair()
+            if os.fork() == 0:
+                here.close()
+                _fork_for(there)
+                os._exit(0)
+            there.close()
+            Child._execute_child = _by(Forking(here))  # type: ignore[attr-defined]
+        first_of_a_child()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _becomes_parent(on: bool) -> None:
+    ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0)
+
+
+def _line(of: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        if not (got := of.recv(1 << 16)):
+            raise EOFError("the process that forks has gone")
+        data += got
+    return data
