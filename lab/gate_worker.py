@@ -17,7 +17,7 @@ from support import engine_worker
 from vllm_accprobe.gate.sending import passes as along
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending import replies
-from vllm_accprobe.gate.sending.client import Reply, _best, _margins
+from vllm_accprobe.gate.sending.client import Reply, _best, margins_of
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
 TOP = 20
@@ -102,7 +102,7 @@ def _reply(output: Any, line: PromptLine, word: str) -> Reply:
     tops = [_best(place) for place in numbers]
     chosen = [place[t] for place, t in zip(numbers, answer, strict=True)]
     how = "scored" if word == along.SCORE else "accprobe" if line.along else None
-    return Reply(line.name, 0.0, 0.0, prompt, answer, chosen, tops, _margins(tops), "length", None, None, how)
+    return Reply(line.name, 0.0, 0.0, prompt, answer, chosen, tops, margins_of(tops), "length", None, None, how)
 
 
 def answered(job: dict[str, Any]) -> dict[str, Any]:

@@ -327,9 +327,8 @@ def end(procs: Sequence[Any], timeout: float, root: str) -> None:
 def settle(procs: Sequence[Any], root: str) -> None:
     """Waits for processes (multiprocessing's) that end by themselves while they write to the dump ``root``."""
     patience = Patience(GRACE_S)
-    while root and writing(Path(root)) and patience.left(_bytes(root)):
-        running = [process for process in procs if process.is_alive()]
-        if not running:
+    while root and (running := [process for process in procs if process.is_alive()]) and writing(Path(root)):
+        if not patience.left(_bytes(root)):
             return
         running[0].join(0.2)
 

@@ -134,12 +134,15 @@ def read(reply: Reply, answer: Any, way: str | None = None, first: int = 0) -> R
         prompt, ids, logprobs, tops, finish, cached = found
         if logprobs is None:
             return replace(reply, refused="an answer without log-probabilities")
-        margins = [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
         return replace(reply, prompt_token_ids=_ids(prompt), token_ids=_ids(ids), logprobs=logprobs, top=tops,
-                       margins=margins, finish=str(finish), cached=cached)  # fmt: skip
+                       margins=margins_of(tops), finish=str(finish), cached=cached)  # fmt: skip
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         scored = "an answer without log-probabilities of its prompt"
         return replace(reply, refused=scored if way == SCORED else "an answer that is none of a completion")
+
+
+def margins_of(tops: Tops) -> list[float | None]:
+    return [round(values[0] - values[1], 6) if len(values) > 1 else None for _, values in tops]
 
 
 def _completion(answer: Any) -> _Read:
