@@ -152,6 +152,30 @@ def test_a_line_without_end_is_not_kept_in_memory(tmp_path, monkeypatch):
     assert "line 2: 50031 bytes long" in dump.problems[0]
 
 
+def test_lines_of_any_length_are_read_together(tmp_path, monkeypatch):
+    """One that is longer than others takes no other line out of its group; one too long, and a torn one, come alone."""
+    monkeypatch.setattr(files, "MAX_LINE", 100)
+    monkeypatch.setattr(files, "_PIECE", 10)
+    short, long, huge = b"short\n", b"l" * 99 + b"\n", b"h" * 500 + b"\n"
+    path = tmp_path / "journal"
+    path.write_bytes(b"".join([short, long, short, huge, *[short] * 5, long, b"torn" * 9]))
+    found = list(files.journal_lines(path, 4))
+    assert [line for _, lines, _ in found for line in lines] == [short, long, short, *[short] * 5, long, b"torn" * 9]
+    assert sum(length for *_, length in found) == path.stat().st_size
+    numbers = [n + i for n, lines, _ in found for i in range(len(lines) or 1)]
+    assert numbers == [*range(1, 11), 0]
+    assert (4, [], 501) in found
+    assert found[-1] == (0, [b"torn" * 9], 36)
+    assert max(len(lines) for _, lines, _ in found) > 1
+    assert all(len(lines) < 2 or len(lines) <= 4 for _, lines, _ in found)
+
+
+def test_a_line_that_is_too_long_costs_later_ones_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE", 1000)
+    path = make(tmp_path / "d", "x" * 5000, *[TENSOR] * 3000) / "rank0000/journal.jsonl"
+    assert len(list(files.journal_lines(path, 512))) < 12
+
+
 def test_events_of_a_later_release_are_counted(tmp_path):
     dump = open_dump(make(tmp_path / "d", {"event": "smell"}, TENSOR | {"colour": "blue"}, {"event": "smell"}))
     assert [r.tap for r in dump.records] == ["t"]

@@ -18,7 +18,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from json.encoder import encode_basestring_ascii as quote
 from operator import methodcaller
 from pathlib import Path
@@ -323,23 +323,34 @@ def bounded_lines(path: Path, most: int | None = None) -> Iterator[bytes]:
         yield from iter(lambda: bounded_line(f, path, most), b"")
 
 
+_PIECE = 1 << 16
+"""Bytes of a line that are read at once: few lines are longer, and some hundred lie in memory together."""
+
+
 def journal_lines(path: Path, most: int) -> Iterator[tuple[int, list[bytes], int]]:
     """(number from 1 of the first, up to ``most`` lines, their length). A line longer than MAX_LINE comes alone and is
     not there; a last line without a newline is torn, and comes alone with number 0. Raises OSError."""
     with os.fdopen(open_regular(path), "rb", buffering=1 << 20) as f:
-        number = 1
-        while lines := list(islice(iter(partial(f.readline, MAX_LINE), b""), most)):
-            if all(map(_WHOLE, lines)):
+        number, more = 1, partial(f.readline, min(_PIECE, MAX_LINE))
+        while lines := list(islice(iter(more, b""), most)):
+            if not all(map(_WHOLE, lines)):
+                pieces, lines = iter(lines), []
+                for piece in pieces:
+                    own, length = [piece], len(piece)
+                    while not (whole := piece.endswith(b"\n")) and (piece := next(pieces, b"") or more()):
+                        length += len(piece)
+                        own = [*own, piece] if length <= MAX_LINE else []
+                    if whole and own:
+                        lines.append(b"".join(own))
+                        continue
+                    if lines:
+                        yield number, lines, sum(map(len, lines))
+                    number, lines = number + len(lines), []
+                    yield (number if whole else 0), [b"".join(own)] if own else [], length
+                    number += 1
+            if lines:
                 yield number, lines, sum(map(len, lines))
                 number += len(lines)
-                continue
-            rest = chain(lines, iter(partial(f.readline, MAX_LINE), b""))
-            for line in rest:
-                own, length = [line], len(line)
-                while not (whole := line.endswith(b"\n")) and (line := next(rest, b"")):
-                    own, length = [], length + len(line)
-                yield (number if whole else 0), own, length
-                number += 1
 
 
 _WHOLE = methodcaller("endswith", b"\n")
