@@ -1,11 +1,15 @@
 """Units as frames of bytes: back as they were, and nothing of what is torn, damaged or made up."""
 
+import json
+
 import numpy as np
 import pytest
 from measured_units import said, unit
 
 from vllm_accprobe.align.tokens import NO_ROWS
 from vllm_accprobe.comparison import store
+from vllm_accprobe.comparison.measure.measured import Part
+from vllm_accprobe.dump.record_table import LazyTable
 
 
 def test_units_come_back_as_they_were():
@@ -17,6 +21,12 @@ def test_units_come_back_as_they_were():
     assert type(back[0].key) is type(back[0].parts[0].moment) is tuple
     assert back[0].parts[0].rows is back[0].parts[1].rows
     assert end == len(store.pack(units))
+
+
+def test_half_a_surrogate_pair_in_a_name_is_written():
+    parts = LazyTable(Part, 1, {"stats": [(0.5, 0.5)]})
+    assert json.loads(store._unit_text(parts, [["a\ud800"], 0.5])) == [["a\ud800"], 0.5]
+    assert store._unit_text(parts, [["a"], 0.5]) == b'[["a"],0.5]'
 
 
 def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():

@@ -18,6 +18,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import repeat
 from operator import attrgetter
@@ -268,11 +269,13 @@ def save(measured: Measured, directory: Path) -> Path:
 
 
 def _unit_text(parts: Sequence[Part], packed: list[Any]) -> bytes:
-    """orjson, several times as fast, has no infinity: of what lines decided, only ``stats`` may be infinite."""
+    """orjson, several times as fast, has no infinity: of what lines decided, only ``stats`` may be infinite. It refuses
+    half a surrogate pair, which a name may hold."""
     if isinstance(parts, LazyTable):
         stats = [own for own in parts.column("stats") if own is not None]
         if np.isfinite(np.array(stats, np.float64)).all():
-            return orjson.dumps(packed, default=plain)
+            with suppress(TypeError):
+                return orjson.dumps(packed, default=plain)
     return json.dumps(packed, default=plain).encode()
 
 
