@@ -186,6 +186,11 @@ def test_a_floor_that_rounding_does_not_explain_excuses_nothing(tmp_path: Path) 
     assert compare(golden, golden, [wrong]).verdict == "pass"
     both = compare(golden, side("off2", 6, 1.0), [wrong, right])
     assert (both.verdict, both.kept) == ("fail", (1,))
+    gone = [token_gaps.CLIPPED] * 5
+    none = side("none", 8, change=lambda i, r: replace(r, top=[(ids, gone) for ids, _ in r.top or ()]))
+    alone = compare(golden, side("off3", 9, 1.0), [wrong, none], names=["a", "b"])
+    assert (alone.verdict, alone.kept) == (None, (0,))
+    assert "b is left out: it has no numbers for some tokens" in alone.notes
     fine = compare(golden, side("fine", 7, own=0.02), [wrong, right])
     assert fine.verdict == "pass"
     assert any(note.startswith("left out: golden and floor 0 differ by") for note in fine.notes)

@@ -258,15 +258,15 @@ def compare(
     prompt is on both sides, FolderError.
 
     A floor that is further from golden than rounding explains is left out; of such floors alone, mine fails beyond the
-    farthest, passes within golden's own batching, and cannot be judged between."""
+    farthest, passes within golden's own batching, and cannot be judged between. One without numbers is none."""
     named = [*names, *(f"floor {i}" for i in range(len(names), len(floors)))]
     wrong = {i: why for i, one in enumerate(floors) if (why := beyond_rounding(golden, one, named[i]))}
     good = [i for i in range(len(floors)) if i not in wrong]
-    if good or not wrong:
-        found = _compared(golden, mine, [floors[i] for i in good], rate, steps, power)
+    if not wrong or any(has_numbers(golden, floors[i]) for i in good):
+        found = _compared(golden, mine, [floors[i] for i in good], rate, steps, power, [named[i] for i in good])
         left_out = (f"left out: {why}" for why in wrong.values())
         return replace(found, notes=(*left_out, *found.notes), kept=tuple(good[i] for i in found.kept))
-    whole = _compared(golden, mine, floors, rate, steps, power)
+    whole = _compared(golden, mine, floors, rate, steps, power, named)
     if whole.numbers == "fail":
         return replace(whole, notes=(*wrong.values(), *whole.notes))
     alone = _compared(golden, mine, (), rate, steps, power)
@@ -276,7 +276,10 @@ def compare(
     return replace(whole, p=None, times=None, why=doubt, condition=None, differs=None, power=None)
 
 
-def _compared(golden: Sent, mine: Sent, floors: Sequence[Sent], rate: float, steps: Steps | None, power: bool) -> Gate:
+def _compared(
+    golden: Sent, mine: Sent, floors: Sequence[Sent], rate: float, steps: Steps | None, power: bool,
+    names: Sequence[str] = (),
+) -> Gate:  # fmt: skip
     chats = rendering.compare(golden, mine)
     rows = steps_log.read_steps(mine.path).rows if steps is None else steps
     bad = [i for i, one in enumerate(floors) if not has_numbers(golden, one)]
@@ -304,7 +307,7 @@ def _compared(golden: Sent, mine: Sent, floors: Sequence[Sent], rate: float, ste
         _times(table, sizes, cause and cause[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
         cause and cause[0], differs and differs[0], _worst(table, sizes),
         tuple(_known_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
-        (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
+        (*(f"{names[i]} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes), *(chats.notes if chats is not None else ())), reach, chats, kept,
     )  # fmt: skip
 
