@@ -25,8 +25,8 @@ from vllm_accprobe.judge.near_ties import (
     RequestedRow,
     Routing,
     behind,
-    by_logits,
     choices_first,
+    golden_leaves,
     in_front_of,
     judge_flip,
     margins,
@@ -224,15 +224,17 @@ def test_only_a_near_tie_that_margins_show_is_excused():
 
 @pytest.mark.parametrize(("golden", "mine", "ruled"), [(0, 3, True), (3, 4, False), (4, 3, False), (1, 20, True)])
 def test_a_rule_that_golden_breaks_as_often_is_not_mines_to_keep(golden, mine, ruled):
-    """Experts are chosen by a bias that no dump has: either side leaves a better expert in as many rows."""
-    rows = np.array([[-2.0, 2.0, 2.0]] * golden + [[2.0, -2.0, 2.0]] * mine + [[np.nan] * 3])
-    assert by_logits([rows[:2], rows[2:]], 2.0**-8) is ruled
-    found = Choices.of(rows, len(rows), 2.0**-8, ruled)
-    assert (int(found.wrong.sum()), int(found.unruled.sum())) == ((mine, golden) if ruled else (0, golden + mine))
+    """Experts are chosen by a bias that no dump has: either side leaves a better expert in as many rows. Mine leaves
+    none that is better by far more than any that golden leaves."""
+    rows = np.array([[-2.0, 2.0, 2.0]] * golden + [[2.0, -2.0, 2.0]] * (mine - 1) + [[9.0, -9.0, 9.0], [np.nan] * 3])
+    leaves = golden_leaves([rows[:2], rows[2:]], 2.0**-8)
+    assert leaves == (0.0 if ruled else 6.0)
+    found = Choices.of(rows, len(rows), 2.0**-8, leaves)
+    assert (int(found.wrong.sum()), int(found.unruled.sum())) == ((mine, golden) if ruled else (1, golden + mine - 1))
     keys = np.array([make_key(i, 3) for i in range(len(rows))])
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
-    _, wrong = Routing().judge(keys, rows, 2.0**-8, unit, [], ruled)
-    assert int(wrong.sum()) == (mine if ruled else 0)
+    _, wrong = Routing().judge(keys, rows, 2.0**-8, unit, [], leaves)
+    assert int(wrong.sum()) == (mine if ruled else 1)
 
 
 def test_equal_logits_may_be_taken_in_any_order():

@@ -9,7 +9,7 @@ from vllm_accprobe.align.data_flow import INPUT, OUTPUT, DataFlow, Tree
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.error_pattern import Condition, GraphRows, entry, of_steps, piece_of
-from vllm_accprobe.judge.origins import created_over, find_origins, in_all_layers, owner
+from vllm_accprobe.judge.origins import Origin, created_over, find_origins, in_all_layers, owner, removed
 from vllm_accprobe.judge.siblings import TensorStats
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
@@ -107,6 +107,21 @@ def test_rows_that_earlier_ones_may_have_changed(
     ]  # fmt: skip
     found = find_origins(DataFlow(traces, tree), Standard(), {})
     assert [c.tap.rpartition(".")[2] for c in found] == blamed
+
+
+@pytest.mark.parametrize(
+    ("cls", "later", "gone"),
+    [("RMSNorm", 0.0, True), ("RMSNorm", 0.4, True), ("Attention", 0.0, True), ("Attention", 0.4, False)],
+)
+def test_what_later_rows_read_is_not_removed(cls: str, later: float, gone: bool) -> None:
+    """An error in row 2, of which row 2 of its reader shows nothing, and rows behind it where this mixes rows may."""
+    tree, unit, rows = Tree.of(["k", "reader"], {"reader": cls}), 2.0**-8, RowSet(KEYS)
+    places = [("k", OUTPUT, KEYS[2:3], [0.5]), ("reader", INPUT, KEYS[2:3], [0.5]),
+              ("reader", OUTPUT, KEYS[2:], [1e-3, later, later, later])]  # fmt: skip
+    traces = [TensorErrors(tap, f"{kind}.0", 0, kind, order, 0.01, rows, keys, np.array(err), rounding=unit)
+              for order, (tap, kind, keys, err) in enumerate(places)]  # fmt: skip
+    c = Origin("k", traces[0], KEYS[2:3], np.array([0.5]), np.zeros(1), "jump")
+    assert removed(c, DataFlow(traces, tree), traces) is gone
 
 
 RULES = Standard()

@@ -24,7 +24,7 @@ import numpy as np
 from vllm_accprobe.align.data_flow import is_choice, is_weight
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
+from vllm_accprobe.judge.constants import FLOOR_MARGIN, LOGIT_ROUNDING, LOGITS_APART, TIE
 from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG, Way
 from vllm_accprobe.judge.statistic import RATE, tail
 from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
@@ -160,9 +160,9 @@ class Choices:
     unknown: np.ndarray
 
     @staticmethod
-    def of(found: np.ndarray | None, rows: int, rounding: float, ruled: bool = True) -> Choices:
-        """found: `margins` of these rows, or None. rounding: of the logits' dtype (floor.unit). ruled: whether golden
-        chooses by its logits (`by_logits`): where it does not, mine is not wrong either.
+    def of(found: np.ndarray | None, rows: int, rounding: float, leaves: float = 0.0) -> Choices:
+        """found: `margins` of these rows, or None. rounding: of the logits' dtype (floor.unit). leaves: see
+        `golden_leaves`; where mine leaves no more, it is not wrong, and unruled.
 
         A router rounds twice: a logit, by ``rounding`` of itself, and the score made from it, which moves as if the
         logit did by ``rounding`` (d ln softmax / d logit is 1 at most); and two experts are compared."""
@@ -172,19 +172,23 @@ class Choices:
         slack = 2.0 * rounding * (1.0 + found[:, 2])
         with np.errstate(invalid="ignore"):
             unknown, unruled = np.isnan(found[:, 0]), found[:, 0] < -slack
-            wrong = (found[:, 1] < -slack) & ~unruled
-            wrong, unruled = (wrong, unruled) if ruled else (wrong & False, unruled | wrong)
+            wrong = (found[:, 1] < -np.maximum(slack, leaves)) & ~unruled
+            unruled |= (found[:, 1] < -slack) & ~wrong
             tie = (np.abs(found[:, 0]) <= slack) & (np.abs(found[:, 1]) <= slack)
         return Choices(wrong, tie, unruled, unknown)
 
 
-def by_logits(found: Sequence[np.ndarray], rounding: float) -> bool:
-    """Whether golden's router chooses by its logits, as far as `margins` of all its rows show. Where the rule is
-    another one (a bias that was not captured), golden leaves a clearly better expert as often as mine does; mine is
-    wrong where it does so more often than chance allows [sign test of the rows in which one side does]."""
-    each = [Choices.of(margins, len(margins), rounding) for margins in found]
-    golden, mine = (sum(int(rows.sum()) for rows in of) for of in ([c.unruled for c in each], [c.wrong for c in each]))
-    return not golden or tail((mine - golden - 1) / math.sqrt(golden + mine), sides=1) <= RATE
+def golden_leaves(found: Sequence[np.ndarray], rounding: float) -> float:
+    """How much better experts a router may leave, by its own logits, that chooses by something else, too (a bias that
+    was not captured): FLOOR_MARGIN times what golden leaves at most, as far as `margins` of all its rows show. 0.0
+    where golden leaves none, and where mine does in more rows than chance allows [sign test of the rows in which one
+    side does: by such a rule, either is as likely]."""
+    margin = np.concatenate([np.zeros((0, 3)), *found])
+    sides = Choices.of(margin, len(margin), rounding)
+    golden, mine = int(sides.unruled.sum()), int(sides.wrong.sum())
+    if not golden or tail((mine - golden - 1) / math.sqrt(golden + mine), sides=1) <= RATE:
+        return 0.0
+    return FLOOR_MARGIN * float(-margin[sides.unruled, 0].min())
 
 
 Since = tuple[np.ndarray, np.ndarray]
@@ -227,11 +231,11 @@ class Routing:
 
     def judge(
         self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[TensorErrors],
-        ruled: bool = True,
+        leaves: float = 0.0,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`; ruled:
-        see `by_logits`."""
-        choices = Choices.of(found, len(keys), rounding, ruled)
+        """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`; leaves:
+        see `golden_leaves`."""
+        choices = Choices.of(found, len(keys), rounding, leaves)
         near = self.near_ties(keys, unit, traces)
         before = self.after(keys)
         self.unruled += int((choices.unruled & near & ~before).sum())

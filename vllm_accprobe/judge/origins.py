@@ -513,16 +513,21 @@ def owner(tap: str, sink: TensorErrors) -> str:
 def removed(c: Origin, flow: DataFlow[TensorErrors], traces: Sequence[TensorErrors]) -> bool:
     """Whether all that read the origin's rows give what they give with golden's: a scale in front of a norm explains
     nothing behind it. The readers are the inputs with these errors in these rows; of each, all outputs of the rows are
-    within what one operator may create, while what came in is many times that. What no tap reads (a residual stream)
-    shows behind it: as large an error there may be this one."""
+    within what one operator may create, while what came in is many times that; of readers that mix rows, so are those
+    of all rows of the requests. What no tap reads (a residual stream) shows behind it: as large an error there may be
+    this one."""
     one = c.trace
     readers = [t for t in traces if t.kind == INPUT and t.rounding and np.array_equal(t.keys, one.keys)
                and np.array_equal(t.err, one.err)]  # fmt: skip
     outputs = [[o for o in flow.by_tap[t.tap][OUTPUT] if o.call == t.call] for t in readers]
+    mixed = [o for t, of in zip(readers, outputs, strict=True) if flow.tree.mixing.get(t.tap, True) for o in of]
+    who = np.unique(subject(c.keys))
     return bool(len(c.keys)) and bool(readers) and not len(one.broken_keys) and all(
         of and all(o.rounding and not o.weak and bool(np.isin(c.keys, o.seen.keys).all())
                    and bool((spread(c.keys, o.keys, o.err) <= np.minimum(o.limit, c.err / REMOVED)).all()) for o in of)
         for of in outputs
+    ) and not any(
+        bool((np.isin(subject(o.keys), who) & (o.err > o.limit)).any()) for o in mixed
     ) and all(
         bool((spread(c.keys, t.keys, t.err) < c.err / 2.0).all())
         for t in traces if t.order > one.order and t.rounding and t not in readers

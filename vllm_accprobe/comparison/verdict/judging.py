@@ -63,9 +63,9 @@ from vllm_accprobe.judge.near_ties import (
     ROWS_BEHIND,
     Routing,
     behind,
-    by_logits,
     choices_first,
     experts_of,
+    golden_leaves,
     in_front_of,
     unknown_routers,
 )
@@ -104,12 +104,12 @@ _UNMOVED = RerouteNote()
 
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, routing: Routing, rounding: float,
-    traces: Sequence[TensorErrors], doubted: np.ndarray | None = None, ruled: bool = True,
+    traces: Sequence[TensorErrors], doubted: np.ndarray | None = None, leaves: float = 0.0,
 ) -> RerouteNote:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``routing``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (`flow_unit`); traces:
     of what lies before; doubted: bool [rows], which earlier rows that were not compared may have changed, so that
-    logits far apart are no error; ruled: whether golden's router chooses by its logits."""
+    logits far apart are no error; leaves: see `near_ties.golden_leaves`."""
     keys = rows.keys
     finite = errors.measure != NONFINITE  # no expert makes NaN of numbers: rows with it are judged
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
@@ -124,7 +124,7 @@ def settle(
     if is_choice(unit.key[1], unit.cls):
         other = np.flatnonzero(errors.err > 0)
         found = None if part.margins is None else part.margins[other]
-        excused, bad = routing.judge(keys[other], found, rounding, unit, traces, ruled)
+        excused, bad = routing.judge(keys[other], found, rounding, unit, traces, leaves)
         excused = excused if doubted is None else (excused | doubted[other]) & ~bad
         routing.add(keys[other[excused]])
         wrong[other[bad]] = True
@@ -700,9 +700,9 @@ class _Judge:
         rows = [self._rows_of(p) for p in parts]
         doubted = [self.routing.behind(own_rows.keys) for own_rows in rows]
         each = zip(parts, rows, errors, strict=True)
-        ruled = by_logits([p.margins for p in parts if p.margins is not None], self.unit)
+        leaves = golden_leaves([p.margins for p in parts if p.margins is not None], self.unit)
         settled = [
-            settle(unit, *one, self.routing, self.unit, self.traces, doubts, ruled)
+            settle(unit, *one, self.routing, self.unit, self.traces, doubts, leaves)
             if self.routing.first or not one[0].identical else _UNMOVED
             for one, doubts in zip(each, doubted, strict=True)
         ]  # fmt: skip
