@@ -29,8 +29,9 @@ from vllm_accprobe.opcheck.reference import BACKWARD, Call, MemoryLayout
 
 _TRIED = 3
 """Chosen: earlier outputs of a view's row length that are read to find its memory."""
-_SMALL, _KEPT = 64 << 10, 64 << 20
-"""Chosen: bytes of a tensor that is kept for other calls, whose reading takes as long as its bytes; bytes of all."""
+_SMALL, _KEPT, _ITSELF = 64 << 10, 64 << 20, 1 << 10
+"""Chosen: bytes of a tensor that is kept for other calls, whose reading takes as long as its bytes; bytes of all; what
+one takes beside them, of which a dump may have a million."""
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -104,7 +105,7 @@ class ModuleIndex:
     def reads_kept(self) -> Iterator[None]:
         """What one module gave others read, and a dump has once: inside, small tensors are read once, and none may be
         changed."""
-        self._read = {}
+        self._read, self._room = {}, _KEPT
         try:
             yield
         finally:
@@ -118,11 +119,12 @@ class ModuleIndex:
         found = self._read.get(place)
         if found is None:
             found = to_torch(self.dump.read(record), record.dtype)
-            if at.nbytes > self._room:
+            size = at.nbytes + _ITSELF
+            if size > self._room:
                 self._read.clear()
                 self._room = _KEPT
             self._read[place] = found
-            self._room -= at.nbytes
+            self._room -= size
         return found
 
     def read_rows(self, record: Record, rows: slice) -> Any:
