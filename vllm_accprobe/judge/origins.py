@@ -517,12 +517,15 @@ def removed(c: Origin, flow: DataFlow[TensorErrors], traces: Sequence[TensorErro
     of all rows of the requests. What no tap reads (a residual stream) shows behind it: as large an error there may be
     this one."""
     one = c.trace
-    readers = [t for t in traces if t.kind == INPUT and t.rounding and np.array_equal(t.keys, one.keys)
-               and np.array_equal(t.err, one.err)]  # fmt: skip
+    if not len(c.keys) or len(one.broken_keys):
+        return False
+    n, begin = len(one.err), one.err[0]  # which nearly no other has, and any number of origins is asked for
+    readers = [t for t in traces if t.kind == INPUT and t.rounding and len(t.err) == n and t.err[0] == begin
+               and np.array_equal(t.keys, one.keys) and np.array_equal(t.err, one.err)]  # fmt: skip
     outputs = [[o for o in flow.by_tap[t.tap][OUTPUT] if o.call == t.call] for t in readers]
     mixed = [o for t, of in zip(readers, outputs, strict=True) if flow.tree.mixing.get(t.tap, True) for o in of]
     who = np.unique(subject(c.keys))
-    return bool(len(c.keys)) and bool(readers) and not len(one.broken_keys) and all(
+    return bool(readers) and all(
         of and all(o.rounding and not o.weak and bool(np.isin(c.keys, o.seen.keys).all())
                    and bool((spread(c.keys, o.keys, o.err) <= np.minimum(o.limit, c.err / REMOVED)).all()) for o in of)
         for of in outputs
