@@ -14,9 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import engine_worker
 
-from vllm_accprobe.gate.sending import passes as along
-from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending import passes as along, prompts as prompts_file, replies
 from vllm_accprobe.gate.sending.client import Reply, _best, margins_of
 from vllm_accprobe.gate.sending.prompts import PromptLine
 

@@ -13,8 +13,7 @@ from typing import Any
 from support.captures import VISION
 from support.engine import Ask
 from support.prompts import prompt, prompts, repetitive
-from train_tiny import CONFIGS as TRAINED
-from train_tiny import library_prompt
+from train_tiny import CONFIGS as TRAINED, library_prompt
 
 TEXT = [Ask(ids, 8) for ids in prompts(40, 23, 57, 31, 70, 260)]
 """481 prompt tokens; the long one is chunked wherever 96 tokens are a step's limit, and decodes alone in the end."""

@@ -26,8 +26,7 @@ from lab.cases import TUNED  # noqa: E402
 from lab.judging import Pair  # noqa: E402
 from lab.ways import CLEAN, MORE_CLEAN  # noqa: E402
 from vllm_accprobe.comparison import engine  # noqa: E402
-from vllm_accprobe.judge import constants as c  # noqa: E402
-from vllm_accprobe.judge import origins  # noqa: E402
+from vllm_accprobe.judge import constants as c, origins  # noqa: E402
 from vllm_accprobe.judge.siblings import Siblings, TensorStats, deviation  # noqa: E402
 
 

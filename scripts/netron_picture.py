@@ -37,8 +37,7 @@ def draw(model: Path, picture: Path | None = None, find: str = "", size: tuple[i
     """Opens ``model`` in Netron and counts. picture: where a .png goes, around the node called ``find``. Raises
     RuntimeError with what Netron says where it does not open the file."""
     import netron
-    from playwright.sync_api import TimeoutError as PlaywrightTimeout
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import TimeoutError as PlaywrightTimeout, sync_playwright
 
     address = netron.serve(model.name, model.read_bytes(), address=("127.0.0.1", 0))
     host, port = address

@@ -30,8 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 
-from lab import state_faults as faults  # noqa: E402
-from lab import state_lab as lab  # noqa: E402
+from lab import state_faults as faults, state_lab as lab  # noqa: E402
 from lab.state_lab import Ask, prompt  # noqa: E402
 
 CACHE, WEIGHTS, RUNNER, CLEAN = "cache", "weights", "runner", ""

@@ -24,8 +24,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from accprobe_cause_kinds import CAUSE_KINDS, EXPERT_WEIGHTS
-from accprobe_fault_kinds import EARLY, Site
-from accprobe_fault_kinds import KINDS as ONE_KIND
+from accprobe_fault_kinds import EARLY, KINDS as ONE_KIND, Site
 from accprobe_fault_rows import ENGINE
 from accprobe_fault_when import holds
 from accprobe_state_kinds import recurrence_as

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.capture.vllm import capturing
-from vllm_accprobe.capture.vllm import runner as capture_runner
+from vllm_accprobe.capture.vllm import capturing, runner as capture_runner
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.config import ProbeConfig

@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace as Plain
+from types import ModuleType, SimpleNamespace as Plain
 from typing import Any
 
 import pytest

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli.test_bad_input_table import one_line
-from cli.test_bad_input_table import there as there  # a fixture
+from cli.test_bad_input_table import (
+    one_line,
+    there as there,  # a fixture
+)
 from support.peer_dumps import unpack
 from synthetic_model import capture, write
 

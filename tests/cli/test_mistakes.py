@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Typed
-from cli.test_bad_input_table import DOWN
-from cli.test_bad_input_table import there as there  # a fixture
+from cli.test_bad_input_table import (
+    DOWN,
+    there as there,  # a fixture
+)
 from cli_dumps import TAPS
 from made_evaluations import right, write_opencompass, write_samples
 from made_folders import folder

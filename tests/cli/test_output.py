@@ -23,8 +23,7 @@ from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
 from opcheck.proof.test_replay_process import GAIN, dump
 
-from vllm_accprobe import labels as label_calls
-from vllm_accprobe import waiting
+from vllm_accprobe import labels as label_calls, waiting
 from vllm_accprobe.cli import COMMANDS, build, main
 from vllm_accprobe.cli.output import fold, plain, stacked, width_of
 

@@ -13,8 +13,7 @@ from measured_units import unit
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.measure import measurer as workers
-from vllm_accprobe.comparison.store import UNFINISHED as NAME
-from vllm_accprobe.comparison.store import Finished, forget, identity
+from vllm_accprobe.comparison.store import UNFINISHED as NAME, Finished, forget, identity
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report.table import write_csv
 

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from vllm_accprobe.capture.vllm.relied_on import PLACES
-from vllm_accprobe.doctor import checks as engine
-from vllm_accprobe.doctor import inside
+from vllm_accprobe.doctor import checks as engine, inside
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
 
 GOOD = {

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.doctor import checks
-from vllm_accprobe.doctor import wheel as archive
+from vllm_accprobe.doctor import checks, wheel as archive
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
 from vllm_accprobe.doctor.wheel import Sources, WheelError, read
 

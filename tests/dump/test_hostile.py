@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dumps import put, writer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from vllm_accprobe.dump import files
 from vllm_accprobe.dump.reader import DumpError, open_dump

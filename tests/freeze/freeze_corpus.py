@@ -41,8 +41,7 @@ from labels import atb_file  # noqa: E402
 from opcheck import opdiff_files  # noqa: E402
 from opcheck.layer_dumps import build as layer_calls  # noqa: E402
 from opcheck.operator_dumps import OpMaker, W, X, Y  # noqa: E402
-from opcheck.proof.test_replay_process import GAIN  # noqa: E402
-from opcheck.proof.test_replay_process import dump as two_norms  # noqa: E402
+from opcheck.proof.test_replay_process import GAIN, dump as two_norms  # noqa: E402
 from support.peer_dumps import unpack  # noqa: E402
 from synthetic_model import capture, scaled, write  # noqa: E402
 

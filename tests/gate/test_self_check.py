@@ -12,8 +12,7 @@ from vllm_accprobe.gate import self_check
 from vllm_accprobe.gate.self_check import REQUESTS, OwnPath, SaltedSender, SelfGate, judge, step
 from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.prompts import GRAMMAR, PromptLine
-from vllm_accprobe.report.servers import self_check_json as to_json
-from vllm_accprobe.report.servers import self_check_lines as lines
+from vllm_accprobe.report.servers import self_check_json as to_json, self_check_lines as lines
 
 STEP = 2.0**-5
 WAYS = list(REQUESTS)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending import prompts as prompts_file, replies
 from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import LineWriter, ReplyWriter, Sent

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.kernels import native
-from vllm_accprobe.kernels import rows as kernel
+from vllm_accprobe.kernels import native, rows as kernel
 
 pytest.importorskip("llvmlite")
 

@@ -13,8 +13,7 @@ import pytest
 from accprobe_fault_rows import Rows
 from accprobe_faults import parse
 
-from lab import faults
-from lab import judging as fault_lab
+from lab import faults, judging as fault_lab
 from lab.bench import Bench
 from lab.cases import CASES, HANDWRITTEN, HELD_OUT, TUNED, Case, half
 from lab.generated import EVERYWHERE, GENERATED, NEAR, SIZES

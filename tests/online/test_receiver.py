@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from online.online_certificates import Authority
 from online.online_peers import hostile
 from online.online_runs import ended, free_port, sent, serve

@@ -11,16 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from opcheck.opdiff_files import bfloat16
 
 from vllm_accprobe.kernels import float_formats, formulas
 from vllm_accprobe.opcheck import measures
 from vllm_accprobe.opcheck.floors.output_rows import numbers
 from vllm_accprobe.opcheck.measures import Measures, measure
-from vllm_accprobe.standards import dtype_limits
-from vllm_accprobe.standards import measures as names
+from vllm_accprobe.standards import dtype_limits, measures as names
 from vllm_accprobe.standards.dtype_limits import ACCUMULATIVE, CURRENT, EPS, V1
 
 NAN, INF = math.nan, math.inf

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from opcheck.opdiff_files import CHINESE, ENGLISH, bfloat16, cells_of, details, row, unmeasured, write
 from support.csv_rows import csv_rows as read
 

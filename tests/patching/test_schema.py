@@ -4,8 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from vllm_accprobe.patching.schema import ROOT, PatchError, choose, in_range, load, names, numbers, parse_path
 

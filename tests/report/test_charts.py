@@ -9,8 +9,7 @@ from report_examples import comparison, pair, row_table
 from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.report import charts as heat_module
-from vllm_accprobe.report import facts, markdown, terminal
+from vllm_accprobe.report import charts as heat_module, facts, markdown, terminal
 from vllm_accprobe.report.charts import INFINITE, MISSING, depth, encode, factors, heat, layer_of, on_axis
 from vllm_accprobe.report.html.data import heat_json
 

@@ -8,8 +8,7 @@ import pytest
 from standards.named_rules import judge, judge_two
 
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, find
-from vllm_accprobe.standards import msprobe as apis
+from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, find, msprobe as apis
 from vllm_accprobe.standards.finding import Judged, RuleFinding, of, worst
 from vllm_accprobe.standards.measures import DECADES
 from vllm_accprobe.standards.two_machines import both

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
-from vllm_accprobe.children import main as first_of_a_child
+from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child, main as first_of_a_child
 
 COMMAND = "support.forked_command"
 MODULES = ("vllm_accprobe.opcheck.run.process_pool", "vllm_accprobe.opcheck.proof.replay_child",

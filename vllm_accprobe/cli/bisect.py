@@ -129,8 +129,7 @@ def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> lis
 def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tuple[TrialPrompts, Sent | None]:
     """What each run is sent, and golden where it is a folder."""
     from vllm_accprobe.gate.bisect.trials import TrialPrompts, golden_folder, sent_as
-    from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending import prompts as prompts_file, replies
     from vllm_accprobe.gate.sending.passes import parse
 
     how: dict[str, Any] = {"arrive": ["one", "all"], "concurrency": serving.concurrency or 64, "top": 20,

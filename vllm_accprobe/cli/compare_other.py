@@ -22,8 +22,7 @@ import typer
 from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
-from vllm_accprobe.waiting import USUAL as say
-from vllm_accprobe.waiting import progress
+from vllm_accprobe.waiting import USUAL as say, progress
 from vllm_accprobe.whole_file import write_text
 
 ALL_LABELS = "ACCPROBE_LABELS"
@@ -170,8 +169,7 @@ def compare_tables(
     """joined: torch_xray's table of both, to be written; how: compare.TableOptions. Raises typer.Exit."""
     from vllm_accprobe.opcheck import diff as lines
     from vllm_accprobe.opcheck.compat.msprobe import CompareFiles
-    from vllm_accprobe.opcheck.compat.xray import SUMMARY_COLUMNS as SUMMARY
-    from vllm_accprobe.opcheck.compat.xray import SummaryFile
+    from vllm_accprobe.opcheck.compat.xray import SUMMARY_COLUMNS as SUMMARY, SummaryFile
     from vllm_accprobe.opcheck.diff import DiffTotals, open_diff
     from vllm_accprobe.standards.finding import ERROR
 

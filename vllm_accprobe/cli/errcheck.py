@@ -39,8 +39,7 @@ def errcheck(
     Exit code 0: nothing bad, 1: something bad was found, 2: it could not be started, 3: nothing was watched; where
     nothing bad was found and the command failed, the command's own.
     """
-    from vllm_accprobe.dump.findings import alive, remove_clean
-    from vllm_accprobe.dump.findings import read as read_reports
+    from vllm_accprobe.dump.findings import alive, read as read_reports, remove_clean
 
     def reports(root: Path) -> list[RankReport]:
         return read_reports(root) or read_reports(root / "errcheck")
@@ -66,8 +65,7 @@ def errcheck(
 
     from vllm_accprobe.children import HOME
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
-    from vllm_accprobe.run.launcher import allow_plugin
-    from vllm_accprobe.run.launcher import run as launch
+    from vllm_accprobe.run.launcher import allow_plugin, run as launch
 
     environ = dict(os.environ)
     environ[PREFIX + "ERRCHECK"] = ",".join([kinds, *(["exit"] if exit else [])])

@@ -20,8 +20,7 @@ from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import report, say_notes, show
 from vllm_accprobe.config import default_dir
-from vllm_accprobe.gate import localize as by_hand
-from vllm_accprobe.gate import preflight, sides
+from vllm_accprobe.gate import localize as by_hand, preflight, sides
 from vllm_accprobe.gate.localize import (
     KeptServers,
     Localization,

@@ -282,8 +282,7 @@ def pack(
     Exit code 0: done, 2: it cannot be done.
     """
     from vllm_accprobe.gate.sending.prompts import read
-    from vllm_accprobe.golden.pack import MB
-    from vllm_accprobe.golden.pack import pack as write
+    from vllm_accprobe.golden.pack import MB, pack as write
 
     file.check([dump])
     if prompts is not None:

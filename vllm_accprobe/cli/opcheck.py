@@ -108,8 +108,7 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     depend on its batch? msprobe's and ait's own options are taken, too (docs/migration.md).
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
-    from vllm_accprobe.opcheck.compat import ait as ait_words
-    from vllm_accprobe.opcheck.compat import msprobe as msprobe_words
+    from vllm_accprobe.opcheck.compat import ait as ait_words, msprobe as msprobe_words
 
     ait = ait_words.read(checking, from_ait)
     say_notes(ait.notes)
@@ -218,8 +217,7 @@ def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.compat import ait as op_csv
     from vllm_accprobe.opcheck.repeat import render
-    from vllm_accprobe.opcheck.run import process_pool as run
-    from vllm_accprobe.opcheck.run import table
+    from vllm_accprobe.opcheck.run import process_pool as run, table
 
     rows = output_paths.csv_with(*table.COLUMNS[:9])
     ours = {

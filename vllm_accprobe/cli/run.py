@@ -160,8 +160,7 @@ def launched(
     from vllm_accprobe.gate.bisect.edits import ServeCommand
     from vllm_accprobe.gate.served_run import serves
     from vllm_accprobe.run import atb as atb_room
-    from vllm_accprobe.run.launcher import REGISTER, command_line, environment
-    from vllm_accprobe.run.launcher import run as launch
+    from vllm_accprobe.run.launcher import REGISTER, command_line, environment, run as launch
     from vllm_accprobe.run.watcher import Watcher
 
     environ, settings, notes = environment(settings_of, os.environ)

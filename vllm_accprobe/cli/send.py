@@ -41,8 +41,7 @@ def send(
     The key is VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered,
     or the server has another vocabulary than golden's.
     """
-    from vllm_accprobe.gate.sending import passes, rendering, replies
-    from vllm_accprobe.gate.sending import prompts as prompts_file
+    from vllm_accprobe.gate.sending import passes, prompts as prompts_file, rendering, replies
     from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender
     from vllm_accprobe.report.text import count
 

@@ -33,8 +33,7 @@ from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.near_ties import ROWS_BEHIND, Routing
 from vllm_accprobe.judge.origins import OriginEntry
-from vllm_accprobe.judge.rounding_unit import flow_unit
-from vllm_accprobe.judge.rounding_unit import unit as rounding_unit
+from vllm_accprobe.judge.rounding_unit import flow_unit, unit as rounding_unit
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
 from vllm_accprobe.standards.declaration import NO_VERDICT, OF_PAIRS, SKIPPED, Cell, NamedStandard, Numbers, PairRule

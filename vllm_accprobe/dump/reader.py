@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from vllm_accprobe.dump import journal
-from vllm_accprobe.dump import schema as image_calls
+from vllm_accprobe.dump import journal, schema as image_calls
 from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
@@ -306,7 +305,7 @@ class RankReader:
         sites, tails = self.sites.known(lines)
         events: list[Event | None] = [None] * len(lines)
         for i in [i for i, site in enumerate(sites) if site is None] if None in sites else ():
-            sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have told its head
+            sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have had its head
             if sites[i] is None:
                 self._line(number, i, lines[i], sites, events)
         together = [i for i, site in enumerate(sites) if site is not None and events[i] is None]

@@ -25,8 +25,7 @@ from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
 from vllm_accprobe.gate.localize import KeptServers, Progress
 from vllm_accprobe.gate.measure.conditions import LEAST
-from vllm_accprobe.gate.sending import passes, rendering, replies
-from vllm_accprobe.gate.sending import prompts as prompts_file
+from vllm_accprobe.gate.sending import passes, prompts as prompts_file, rendering, replies
 from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine

@@ -21,8 +21,7 @@ import numpy as np
 
 from vllm_accprobe.dump.decode import Count, DecodeError, Size, at_most, parse
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending import prompts as prompts_file, replies
 from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.rendering import RENDERED
 from vllm_accprobe.gate.sending.replies import LineWriter, ReplyWriter, Sent

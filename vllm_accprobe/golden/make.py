@@ -33,8 +33,7 @@ from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import Record, hash_tokens
 from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.localize import MEASURED, SPARE, RowSizes, environment, measured, salted
-from vllm_accprobe.gate.sending import passes, rendering, replies
-from vllm_accprobe.gate.sending import prompts as prompts_file
+from vllm_accprobe.gate.sending import passes, prompts as prompts_file, rendering, replies
 from vllm_accprobe.gate.sending.client import PLUGIN, Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import Done, Forcing, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
@@ -344,8 +343,7 @@ def pack_streamed(
     of ``ids``, whose last tokens count as generated. work: may hold what a killed run has begun; None where its dump is
     whole. Raises CommandError, DumpError, OSError."""
     from vllm_accprobe.golden.checkpoint import identity, shards_of
-    from vllm_accprobe.golden.stream import ANSWERS as SCORED
-    from vllm_accprobe.golden.stream import finished, streamed
+    from vllm_accprobe.golden.stream import ANSWERS as SCORED, finished, streamed
 
     if short := next((name for name, prompt in zip(names, ids, strict=True) if len(prompt) < 2), None):
         raise CommandError(f"--prompts: {short} has one token: a pack needs two or more")

@@ -57,8 +57,7 @@ from vllm_accprobe.dump.schema import (
     segment_name,
 )
 from vllm_accprobe.formats.io.pack_file import INDEX, KIND, MANIFEST, MOST, PROMPTS, SKETCHES, VERSION
-from vllm_accprobe.golden.sketch import BYTES, NUMBERS, ROUNDING, Sketch, signs_of, turned
-from vllm_accprobe.golden.sketch import KIND as KIND_OF_SKETCH
+from vllm_accprobe.golden.sketch import BYTES, KIND as KIND_OF_SKETCH, NUMBERS, ROUNDING, Sketch, signs_of, turned
 from vllm_accprobe.whole_file import whole
 
 MB = 1_000_000

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 
-from vllm_accprobe.standards.limits import TRUNCATED as TRUNCATED
-from vllm_accprobe.standards.limits import TRUNCATIONS as TRUNCATIONS
+from vllm_accprobe.standards.limits import TRUNCATED as TRUNCATED, TRUNCATIONS as TRUNCATIONS
 
 # --- one rate of false alarms ----------------------------------------------------------------------------------------
 

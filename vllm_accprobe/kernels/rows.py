@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.kernels import definition, native, structure
-from vllm_accprobe.kernels import rows as kernel
+from vllm_accprobe.kernels import definition, native, rows as kernel, structure
 from vllm_accprobe.kernels.formulas import eps_of
 
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}

@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.pair import ratio, value_of
-from vllm_accprobe.comparison.pair import severity as severity
+from vllm_accprobe.comparison.pair import ratio, severity as severity, value_of
 from vllm_accprobe.comparison.plan.unit import TOKEN
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER, findings, is_cache, watched, whose
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report.text import MISSING, against, count, factor, num, place, safe, times
-from vllm_accprobe.report.verdict_parts import gap_of as gap_of
-from vllm_accprobe.report.verdict_parts import inside as inside
-from vllm_accprobe.report.verdict_parts import tap_of as tap_of
-from vllm_accprobe.report.verdict_parts import where as between
+from vllm_accprobe.report.verdict_parts import gap_of as gap_of, inside as inside, tap_of as tap_of, where as between
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.pair import Counts, Pair

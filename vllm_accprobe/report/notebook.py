@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.result import COLUMNS, Pair
 from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.charts import depth
-from vllm_accprobe.report.html.sections import command_lines as _command
-from vllm_accprobe.report.html.sections import escaped
+from vllm_accprobe.report.html.sections import command_lines as _command, escaped
 from vllm_accprobe.report.text import num, safe
 
 if TYPE_CHECKING:

@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_accprobe.standards.finding import ERROR as ERROR
-from vllm_accprobe.standards.finding import PASS as PASS
-from vllm_accprobe.standards.finding import WARNING as WARNING
-from vllm_accprobe.standards.finding import RuleFinding
+from vllm_accprobe.standards.finding import ERROR as ERROR, PASS as PASS, WARNING as WARNING, RuleFinding
 from vllm_accprobe.standards.measures import Measures, Values, as_measures
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, StepState
 from vllm_accprobe.capture.graphs.graph_ops import (
     _stats_device,
+    _stats_each_device as _each_device,
     choose_stats,
     read_line,
     stats_buffer,
@@ -20,7 +21,6 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     tap_stats,
     tap_stats_each,
 )
-from vllm_accprobe.capture.graphs.graph_ops import _stats_each_device as _each_device
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import Segment, Step

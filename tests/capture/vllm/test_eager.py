@@ -3,8 +3,7 @@
 import dataclasses
 import enum
 import sys
-from types import ModuleType
-from types import SimpleNamespace as Plain
+from types import ModuleType, SimpleNamespace as Plain
 from typing import Any
 
 import pytest

@@ -1,8 +1,7 @@
 """Images that are dealt out to ranks: whole ones by size, tiles in equal stretches. Real engines: tests/e2e."""
 
 import sys
-from types import FunctionType, ModuleType
-from types import SimpleNamespace as Plain
+from types import FunctionType, ModuleType, SimpleNamespace as Plain
 from typing import Any
 
 import pytest

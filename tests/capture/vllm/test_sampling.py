@@ -13,9 +13,7 @@ import torch
 from fake_runners import Output, captured, more, new, without_vllm
 from test_runner_steps import Model, Runner
 
-from vllm_accprobe.capture.vllm import capturing, relied_on
-from vllm_accprobe.capture.vllm import runner as room
-from vllm_accprobe.capture.vllm import sampling as taps
+from vllm_accprobe.capture.vllm import capturing, relied_on, runner as room, sampling as taps
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump

@@ -10,8 +10,7 @@ from forcible_server import forcible
 from odd_server import odd
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.gate.sending import client, replies
-from vllm_accprobe.gate.sending import passes as along
+from vllm_accprobe.gate.sending import client, passes as along, replies
 from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
 

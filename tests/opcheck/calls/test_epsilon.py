@@ -13,8 +13,7 @@ from support.opchecked import opcheck
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.opcheck.calls.records import EpsilonFit, choose, fit
-from vllm_accprobe.opcheck.calls.records import parsed_attributes as parsed
+from vllm_accprobe.opcheck.calls.records import EpsilonFit, choose, fit, parsed_attributes as parsed
 from vllm_accprobe.opcheck.reference import Call
 
 

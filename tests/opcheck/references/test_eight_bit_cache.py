@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opcheck.samples.definitions import attend as defined
-from opcheck.samples.definitions import lower
+from opcheck.samples.definitions import attend as defined, lower
 from opcheck.samples.sample import Draw
 
 from vllm_accprobe.opcheck.reference import Declined

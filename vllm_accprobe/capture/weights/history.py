@@ -31,6 +31,7 @@ from vllm_accprobe.dump.journal import (
     LIFE,
     LOAD,
     LOADED,
+    MAX_WEIGHT_ROWS as MAX_ROWS,
     PACKED,
     WEIGHT,
     Range,
@@ -39,7 +40,6 @@ from vllm_accprobe.dump.journal import (
     pack_rows,
     row_count,
 )
-from vllm_accprobe.dump.journal import MAX_WEIGHT_ROWS as MAX_ROWS
 from vllm_accprobe.dump.schema import ROOT_TAP
 
 _GATED = ("gate", "up")

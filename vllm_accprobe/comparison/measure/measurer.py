@@ -37,8 +37,7 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.rounding_unit import unit as rounding_unit
-from vllm_accprobe.kernels import definition, structure
-from vllm_accprobe.kernels import rows as kernel
+from vllm_accprobe.kernels import definition, rows as kernel, structure
 from vllm_accprobe.standards.limits import Standard
 
 

@@ -70,10 +70,8 @@ from vllm_accprobe.judge.near_ties import (
     unknown_routers,
 )
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers, removed
-from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact, is_mask
-from vllm_accprobe.judge.rounding_unit import unit as rounding_unit
-from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
-from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
+from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact, is_mask, unit as rounding_unit
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, RATE as FALSE_ALARM_RATE
 from vllm_accprobe.judge.tensor_errors import (
     NONFINITE,
     RowErrors,

@@ -48,12 +48,12 @@ def equal_pairs(
 ) -> LazyTable[Pair]:
     """Pairs of parts whose numbers are all equal. limits: of their rows; the others as `make_pair` has them."""
     zero = column(parts, "zero")
-    told = list(zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True))
-    texts = {words: messages.join(*words) for words in set(told)}
+    messages_of = list(zip(column(parts, "replicas"), column(parts, "note"), notes, strict=True))
+    texts = {words: messages.join(*words) for words in set(messages_of)}
     return _unread(unit, parts, floors, {
         **_EQUAL, "cosine": [None if z else 1.0 for z in zero],
         "rel_l2": (relative := [None if z else 0.0 for z in zero]), "max_rel_err": relative,
-        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": list(map(texts.__getitem__, told)),
+        "nonfinite": column(parts, "nonfinite"), "limit": limits, "message": list(map(texts.__getitem__, messages_of)),
     }, [0.0] * len(parts))  # fmt: skip
 
 

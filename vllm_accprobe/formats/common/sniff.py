@@ -23,8 +23,7 @@ from typing import Any
 
 from vllm_accprobe import extensions
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.reader import open_dump as open_own
+from vllm_accprobe.dump.reader import Dump, open_dump as open_own
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 from vllm_accprobe.formats.common import result_tables
 from vllm_accprobe.formats.common.foreign import ForeignDump

@@ -24,8 +24,7 @@ from typing import Any
 
 from vllm_accprobe.dump.decode import Count, DecodeError, decode
 from vllm_accprobe.dump.files import DumpError, open_regular
-from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.reader import open_dump as open_own
+from vllm_accprobe.dump.reader import Dump, open_dump as open_own
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 from vllm_accprobe.formats.io.plain_file import FileProblem
 from vllm_accprobe.formats.io.zipindex import Unpacker, ZipMember, index, too_much

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vllm_accprobe.gate.measure import conditions
-from vllm_accprobe.gate.measure.conditions import LEAST, GateCondition, Sizes
-from vllm_accprobe.gate.measure.conditions import RATE as RATE
+from vllm_accprobe.gate.measure.conditions import LEAST, RATE as RATE, GateCondition, Sizes
 from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, pairs, spread
-from vllm_accprobe.gate.sending import rendering
-from vllm_accprobe.gate.sending import replies as steps_log
+from vllm_accprobe.gate.sending import rendering, replies as steps_log
 from vllm_accprobe.gate.sending.rendering import Rendering
 from vllm_accprobe.gate.sending.replies import Sent
 

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe import __version__
-from vllm_accprobe.gate.sending import client, rendering, replies
-from vllm_accprobe.gate.sending import prompts as prompts_file
+from vllm_accprobe.gate.sending import client, prompts as prompts_file, rendering, replies
 from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError
 from vllm_accprobe.gate.sending.prompts import REQUEST, SAMPLING, PromptLine
 

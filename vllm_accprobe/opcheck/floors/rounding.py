@@ -20,9 +20,7 @@ import torch
 
 from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.kernels.float_formats import LOW, half_step
-from vllm_accprobe.opcheck.floors.verdict import Verdict, of_one
-from vllm_accprobe.opcheck.floors.verdict import judge as judge_nearest
-from vllm_accprobe.opcheck.floors.verdict import judge_each as nearest_of_each
+from vllm_accprobe.opcheck.floors.verdict import Verdict, judge as judge_nearest, judge_each as nearest_of_each, of_one
 
 TOWARD_ZERO, EARLIER = "toward zero", "toward zero before the last rounding"
 ROUNDING = "rounding"

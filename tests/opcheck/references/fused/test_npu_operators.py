@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcheck.samples.fused import CASES, LISTED, UNDIFFERENTIATED, ran
-from opcheck.samples.fused import fused_call as call_of
+from opcheck.samples.fused import CASES, LISTED, UNDIFFERENTIATED, fused_call as call_of, ran
 from reference_calls import TABLE, evaluated, verdict
 
 from vllm_accprobe.opcheck.reference import Call, Declined
