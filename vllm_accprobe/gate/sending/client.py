@@ -126,6 +126,10 @@ _Read = tuple[Any, Any, list[float | None] | None, Tops, Any, int | None]
 """Ids of the prompt and of the answer, its log-probabilities (None: it has none), the most likely, finish, cached."""
 
 
+def _margins(tops: Tops) -> list[float | None]:
+    return [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
+
+
 def read(reply: Reply, answer: Any, way: str | None = None, first: int = 0) -> Reply:
     """A reply with what the json of an answer says; refused where it is none. way: in which its tokens were named.
     first: of a prompt that was scored, the number of the token from which on they are taken for an answer."""
@@ -134,9 +138,8 @@ def read(reply: Reply, answer: Any, way: str | None = None, first: int = 0) -> R
         prompt, ids, logprobs, tops, finish, cached = found
         if logprobs is None:
             return replace(reply, refused="an answer without log-probabilities")
-        margins = [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
         return replace(reply, prompt_token_ids=_ids(prompt), token_ids=_ids(ids), logprobs=logprobs, top=tops,
-                       margins=margins, finish=str(finish), cached=cached)  # fmt: skip
+                       margins=_margins(tops), finish=str(finish), cached=cached)  # fmt: skip
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         scored = "an answer without log-probabilities of its prompt"
         return replace(reply, refused=scored if way == SCORED else "an answer that is none of a completion")
