@@ -637,7 +637,7 @@ def test_the_worst_rank_stands_for_all_and_each_way_to_see_them_shows_them(visit
     assert page.get_attribute("#ranks", "aria-pressed") == "false"
     assert rows() == PAIRS
     assert "+" not in "".join(named(page, "rank"))
-    page.wait_for_function("location.href.includes('ranks=all')")  # the address follows a moment later
+    page.wait_for_function("() => location.href.includes('ranks=all')")  # the address follows a moment later
     assert rows(visit.at(page.url)) == PAIRS
     page.click("#ranks")
     page.click("#body tr.row")
