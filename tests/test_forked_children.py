@@ -101,8 +101,10 @@ def test_what_this_process_forks_starts_its_own_as_ever(tmp_path: Path) -> None:
     module, words = forked_children.MODULES[0], tmp_path / "words"
     if not (child := os.fork()):
         try:
-            own = Child(module, stdin=subprocess.PIPE)
-            words.write_bytes(Path(f"/proc/{own.pid}/cmdline").read_bytes())
+            own, end = Child(module, stdin=subprocess.PIPE), time.monotonic() + 20
+            while not (line := Path(f"/proc/{own.pid}/cmdline").read_bytes()) and time.monotonic() < end:
+                time.sleep(0.001)  # empty for a moment in execve(2)
+            words.write_bytes(line)
             own.end()
         finally:
             os._exit(0)
