@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_accprobe import plugin
+from vllm_accprobe.dump import journal_writer
 
 HEAVY = ("numpy", "torch", "safetensors", "h5py", "numba", "pandas", "xxhash", "vllm")
 REPORT = f"""
@@ -131,6 +132,7 @@ def test_workers_are_ended_whatever_happens_before(monkeypatch, static, args, kw
     monkeypatch.setattr(plugin, "_patched", set())
     monkeypatch.setenv("VLLM_ACCPROBE_DIR", "somewhere")
     monkeypatch.setattr(plugin, "_say", lines.append)
+    monkeypatch.setattr(journal_writer, "writing", lambda root: True)
     plugin._patch_worker_end()
     executor()._ensure_worker_termination(*args, **kwargs)  # type: ignore[attr-defined]
     assert called == [(args, kwargs)]

@@ -2,7 +2,8 @@
 
 Each pair is two captures of real engines. Besides the verdict, each test shows that what it is about did happen
 (requests were chunked, preempted, speculated ...) and that every row was found in both dumps. By default: batches and
-chunks, ranks, the runner, the dtype; the others with ``--all``.
+chunks, hits, ranks, the runner, the dtype, latent attention; the others with ``--all``. And a fault that shows among
+such differences.
 """
 
 from typing import Any
@@ -12,12 +13,16 @@ from support.captures import FIVE, VISION, Engines, explain
 from support.engine import Ask, Run
 from support.prompts import prompt, repetitive
 
+from lab.cases import CASES
+
 pytestmark = pytest.mark.engine
 
 LONG = [Ask(a.ids, 16) for a in FIVE]
 """Twelve blocks of 32, of which the engine that preempts has eight."""
 GUESSABLE = [Ask(repetitive(60, 9, i), 24) for i in range(3)]
 SHARED_START = [Ask([*prompt(64, 9), *prompt(10, i)], 8) for i in range(3)]
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+FLOAT32: dict[str, Any] = {"how": "serial", "dtype": "float32"}
 
 
 def assert_clean(result: Any, *, rows_missing: bool = False) -> None:
@@ -73,7 +78,6 @@ def test_requests_that_join_while_others_decode(each_engines: Engines, compared:
     assert_clean(compared(each_engines.serial(), mine))
 
 
-@pytest.mark.extra("hits: test_heal_engine.py, test_opcheck_attention_clean.py")
 def test_prefix_cache_hits(each_engines: Engines, compared: Any) -> None:
     golden = each_engines.run("shared-start", asks=SHARED_START, how="serial")
     mine = each_engines.run("prefix", asks=SHARED_START, how="serial", enable_prefix_caching=True, block_size=32)
@@ -104,8 +108,7 @@ def test_forced_preemption(each_engines: Engines, compared: Any) -> None:
 
 
 def test_two_ranks_against_one(each_engines: Engines, compared: Any) -> None:
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    mine = each_engines.run("tp2", host="tp2", **two)
+    mine = each_engines.run("tp2", host="tp2", **TWO_RANKS)
     result = compared(each_engines.serial(), mine)
     assert result.verdict == "pass", explain(result)
     assert result.coverage["rows_compared"] > 0
@@ -117,8 +120,8 @@ def test_two_ranks_against_one(each_engines: Engines, compared: Any) -> None:
 @pytest.mark.extra("ranks: test_two_ranks_against_one; the model: test_operator_capture.py")
 def test_latent_attention_on_two_ranks(each_engines: Engines, compared: Any) -> None:
     """A rotary head is as wide as a slice of o_proj's input: layouts that go by size alone are wrong there."""
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = compared(each_engines.serial("deepseek-v2"), each_engines.run("mla-tp2", "deepseek-v2", host="tp2", **two))
+    mine = each_engines.run("mla-tp2", "deepseek-v2", host="tp2", **TWO_RANKS)
+    result = compared(each_engines.serial("deepseek-v2"), mine)
     assert result.verdict == "pass", explain(result)
     assert any(p.tap.endswith("mla_attn.rotary_emb") and p.status == "pass" for p in result.pairs)
 
@@ -129,14 +132,16 @@ def test_v1_against_v2_runner(each_engines: Engines, compared: Any) -> None:
 
 
 def test_float32_golden_against_bfloat16(each_engines: Engines, compared: Any) -> None:
-    golden = each_engines.run("float32", how="serial", dtype="float32")
+    golden = each_engines.run("float32", **FLOAT32)
     result = compared(golden, each_engines.serial())
     assert result.verdict == "pass", explain(result)
     assert {p.dtype_golden for p in result.pairs if p.status == "pass" and p.role.startswith("output")} >= {"float32"}
 
 
-@pytest.mark.extra("models: test_graph_taps.py, test_transformers_golden.py, test_operator_capture.py")
-@pytest.mark.parametrize("model", ["llama", "qwen2-moe", "deepseek-v2"])
+@pytest.mark.parametrize("model", [
+    pytest.param("llama", marks=pytest.mark.extra("test_transformers_golden.py")),
+    pytest.param("qwen2-moe", marks=pytest.mark.extra("test_graph_taps.py")), "deepseek-v2",
+])  # fmt: skip
 def test_other_architectures_chunked(each_engines: Engines, compared: Any, model: str) -> None:
     mine = each_engines.run(f"{model}-chunk", model, how="together", max_num_batched_tokens=24)
     result = compared(each_engines.serial(model), mine)
@@ -144,6 +149,16 @@ def test_other_architectures_chunked(each_engines: Engines, compared: Any, model
     taps = {p.tap for p in result.pairs}
     wanted = {"llama": "self_attn.attn", "qwen2-moe": "mlp.experts", "deepseek-v2": "self_attn.mla_attn"}[model]
     assert any(wanted in tap for tap in taps), sorted(taps)
+
+
+def test_a_fault_shows_against_two_ranks_and_another_dtype(each_engines: Engines, compared: Any) -> None:
+    """One of the laboratory's, whose golden served as in two of the pairs above."""
+    (case,) = [c for c in CASES if c.name == "down-weight-row"]
+    mine = each_engines.run(f"fault-{case.name}", fault=case.faults, max_num_batched_tokens=48)
+    for golden in (each_engines.run("tp2", host="tp2", **TWO_RANKS), each_engines.run("float32", **FLOAT32)):
+        result = compared(golden, mine)
+        assert result.verdict == "fail", explain(result)
+        assert result.origins[0]["module"] == case.expected[0], explain(result)
 
 
 @pytest.mark.extra("pictures: test_golden_engine.py")

@@ -69,9 +69,8 @@ def test_bytes_of_a_token(model: str, env: dict[str, str], ranks: int, engines: 
     probe = ProbeConfig.from_env(env)
     chooses = (lambda path, cls: picks(probe.modules, path, cls)) if probe.modules_left else None
     token, logits = per_token(config, ranks, width, chooses, probe.parts)
-    if model == "deepseek-v2" and amx():  # its attention there gives out less than others do
-        assert 0.93 * 40 * token < rows <= 40 * token
-        rows = 40 * token
+    if model == "deepseek-v2" and amx():  # its attention there gives out 512 bytes a layer less than others do
+        token -= 1536 * any(".attn" in record.tap or "mla_attn" in record.tap for record in dump.records)
     assert (rows, other) == (40 * token, logits)
 
 

@@ -21,8 +21,8 @@ DOZEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Names of cases, and what the first origin must say besides the module."""
 HANDFUL = ("norm-eps", "kv-slot-zero", "decode-only")
-"""A module of its own, the cache, one phase. A parameter: test_weights.py; what has no tensor output, the sampler:
-test_masked_logits.py; a picture's encoder: test_golden_engine.py."""
+"""A module of its own, the cache, one phase. Two ranks, float32: test_clean_pairs.py; a parameter: test_weights.py;
+what has no tensor output, the sampler: test_masked_logits.py; a picture's encoder: test_golden_engine.py."""
 
 
 def golden(engines: Engines, case: Case) -> Run:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opcheck.layer_dumps import build
-from support.forked_children import Command
+from support.forked_children import POSSIBLE, Command
 from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import main
@@ -38,7 +38,7 @@ class Run:
         how: dict[str, Any] = {"env": ENV, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process: subprocess.Popen[str] = (
             subprocess.Popen([*COMMAND, *words], text=True, preexec_fn=in_the_foreground, **how)
-            if anew
+            if anew or not POSSIBLE
             else Command("online", *words, **how)
         )
         self.lines: list[str] = []

@@ -131,7 +131,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
         lambda: product(lambda x, w, b: (lambda y: torch.where(y.abs() < 2.0**-14, 0.0, y))(x @ w.T),
                         replace(c := linear(bias=False), params={"weight": (c.params["weight"] * 1e-4).half(),
                                                                  "bias": torch.zeros(48).half()},
-                                inputs={"input_": c.inputs["input_"].half()}), torch.float16),
+                                inputs={"input_": c.inputs["input_"].half()}), dtype=torch.float16),
         "coarse_output", "float16 without subnormal numbers",
     ),
     "sigmoid's table": (lambda: gate(lambda a, b: a * from_table(a, 17) * b), "sigmoid_table", "17"),

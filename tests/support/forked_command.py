@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 
 from support.interrupts import in_the_foreground
 
@@ -14,4 +15,9 @@ with contextlib.redirect_stdout(None):
 def main() -> int:
     in_the_foreground()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.argv[1:2] == ["-c"]:
+        program = compile(sys.argv[2], "<string>", "exec")
+        sys.argv[:] = ["-c", *sys.argv[3:]]
+        exec(program, {"__name__": "__main__"})
+        return 0
     return accprobe()

@@ -1,15 +1,13 @@
 """The lines of document 000, torch_xray's guide: a capture, its tables, and operators as unit tests."""
 
-import atexit
 import csv
 import os
 import shutil
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
-import torch  # noqa: F401  # once for all scripts
+from support.forked_children import Command
 from support.seeds.columns import COMPARED, SUMMARY, UNIT_TESTS
 from support.seeds.line import Line
 
@@ -49,21 +47,12 @@ def prepare(home: Path) -> None:
 
 
 def _script(home: Path, text: str, *words: str, **env: str) -> None:
-    """Runs a program in a fork, which has imported torch already."""
-    code = compile(text, "script", "exec")
-    if not (child := os.fork()):
-        try:
-            atexit._clear()  # pytest's are its own
-            os.chdir(home)
-            os.environ.update(env)
-            sys.argv[1:] = words
-            exec(code, {"__name__": "__main__"})
-            atexit._run_exitfuncs()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    run = Command("-c", text, *words, cwd=home, env={**os.environ, **env}, stderr=subprocess.PIPE)
+    try:
+        _, said = run.communicate(timeout=300)
+    finally:
+        run.end()
+    assert run.returncode == 0, said[-2000:]
 
 
 def _capture(home: Path) -> None:
