@@ -89,7 +89,7 @@ def test_a_front_end_waits_while_a_dump_is_written(tmp_path, monkeypatch, root, 
     ("then", "most", "closed"), [("ends", 60.0, True), ("ends", 1.0, False), ("stalls", 60.0, False)]
 )
 def test_a_dump_that_grows_is_waited_for_and_not_for_ever(tmp_path, monkeypatch, then, most, closed):
-    for name, value in {"SETTLE_S": 0.2, "GRACE_S": 1.0, "MOST_S": most}.items():
+    for name, value in {"SETTLE_S": 0.2, "GRACE_S": 1.0, "GROWING_S": most}.items():
         monkeypatch.setattr(journal_writer, name, value)
     for wait in (lambda procs, root: journal_writer.end(procs, 0.0, root), journal_writer.settle):
         root = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -290,15 +290,15 @@ GRACE_S = 30.0
 """How long a front end waits for an engine that was ordered to end and whose dump does not grow."""
 SETTLE_S = 5.0
 """How long it waits for one that has closed its dump, or never had one, at least."""
-MOST_S = 300.0
-"""Chosen: how long anyone waits for a dump that still grows: a close writes some blocks of 4 MB."""
+GROWING_S = 55.0
+"""How long it waits for one that grows, at most: gate, bisect and self-check kill a server 60 s after its SIGTERM."""
 
 
 class Patience:
-    """Waiting for what another thread or process writes: ``still`` seconds without a change, MOST_S in all."""
+    """Waiting for what another thread or process writes: ``still`` seconds without a change, ``most`` in all."""
 
-    def __init__(self, still: float):
-        self._still, self._seen = still, None
+    def __init__(self, still: float, most: float):
+        self._still, self._most, self._seen = still, most, None
         self._began = self._moved = time.monotonic()
 
     def left(self, seen: Any) -> bool:
@@ -306,13 +306,13 @@ class Patience:
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved = seen, now
-        return now - self._moved < self._still and now - self._began < MOST_S
+        return now - self._moved < self._still and now - self._began < self._most
 
 
 def end(procs: Sequence[Any], timeout: float, root: str) -> None:
     """Tells processes (multiprocessing's) to end and waits for them: ``timeout`` seconds, and longer while they write
     to the dump ``root`` ("" for none)."""
-    begin, patience = time.monotonic(), Patience(GRACE_S)
+    begin, patience = time.monotonic(), Patience(GRACE_S, GROWING_S)
     for process in procs:
         if process.is_alive():
             process.terminate()
@@ -326,7 +326,7 @@ def end(procs: Sequence[Any], timeout: float, root: str) -> None:
 
 def settle(procs: Sequence[Any], root: str) -> None:
     """Waits for processes (multiprocessing's) that end by themselves while they write to the dump ``root``."""
-    patience = Patience(GRACE_S)
+    patience = Patience(GRACE_S, GROWING_S)
     while root and (running := [process for process in procs if process.is_alive()]) and writing(Path(root)):
         if not patience.left(_bytes(root)):
             return

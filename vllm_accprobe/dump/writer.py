@@ -31,6 +31,7 @@ from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, Seg
 from vllm_accprobe.dump.journal import END, ERROR, STOP, last
 from vllm_accprobe.dump.journal_writer import (
     GRACE_S,
+    GROWING_S,
     Event,
     JournalFile,
     Line,
@@ -462,8 +463,8 @@ _LINE_AGE = 0.1
 
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
-_CLOSE_TIMEOUT = GRACE_S - 5.0
-"""Without a byte written. Whoever ends this process waits for GRACE_S: it is to say what is missing before."""
+_CLOSE_TIMEOUT, _CLOSE_MOST = GRACE_S - 5.0, GROWING_S - 5.0
+"""Without a byte written, and in all: whoever ends this process waits 5 s longer, and the log has what is missing."""
 
 
 class RankWriter:
@@ -638,7 +639,7 @@ class RankWriter:
             self._cond.notify_all()
         if self._thread is None or threading.get_ident() in (self._thread.ident, self._producing):
             return
-        patience = Patience(_CLOSE_TIMEOUT)
+        patience = Patience(_CLOSE_TIMEOUT, _CLOSE_MOST)
         while self._thread.is_alive() and patience.left(self._steps_done):
             self._thread.join(0.2)
         if self._thread.is_alive():
