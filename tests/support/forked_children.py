@@ -59,11 +59,11 @@ class Forking:
         with self._lock:  # opcheck's threads start processes
             here = self._here = self._here or self._begun()
             here.settimeout(PATIENCE_S)
-            asked = {"argv": argv, "env": env, "cwd": cwd, "fds": [*fds], "parent": os.getpid()}
+            request = {"argv": argv, "env": env, "cwd": cwd, "fds": [*fds], "parent": os.getpid()}
             _becomes_parent(True)
             try:
                 socket.send_fds(here, [b"{"], [*fds.values()])
-                here.sendall(json.dumps(asked)[1:].encode() + b"\n")
+                here.sendall(json.dumps(request)[1:].encode() + b"\n")
                 return int(_line(here))
             except (OSError, EOFError) as e:
                 how = how_it_ended(self._process) if isinstance(e, EOFError) and self._process else repr(e)
@@ -151,40 +151,40 @@ def _fork_for(asker: socket.socket) -> None:
         begin, fds, _, _ = socket.recv_fds(asker, 1, 16)
         if not begin:
             return
-        asked = json.loads(begin + _line(asker))
+        request = json.loads(begin + _line(asker))
         between = os.fork()
         if between == 0:
             if os.fork() == 0:
-                _become(asked, fds, asker)
+                _become(request, fds, asker)
             os._exit(0)
         os.waitpid(between, 0)
         for fd in fds:
             os.close(fd)
 
 
-def _become(asked: dict[str, Any], fds: list[int], asker: socket.socket) -> None:
+def _become(request: dict[str, Any], fds: list[int], asker: socket.socket) -> None:
     code = 1
     try:
         end = time.monotonic() + PATIENCE_S
-        while os.getppid() != asked["parent"]:
-            assert time.monotonic() < end, "the process that asked for a child is not its parent"
+        while os.getppid() != request["parent"]:
+            assert time.monotonic() < end, "the process that requests a child is not its parent"
             time.sleep(0.0005)
         for limit in _LIMITS:
-            resource.setrlimit(limit, resource.prlimit(asked["parent"], limit))
+            resource.setrlimit(limit, resource.prlimit(request["parent"], limit))
         asker.sendall(b"%d\n" % os.getpid())
         out_of_the_way = [os.dup2(fd, 900 + n) for n, fd in enumerate(fds)]
-        for number, fd in zip(asked["fds"], out_of_the_way, strict=True):
+        for number, fd in zip(request["fds"], out_of_the_way, strict=True):
             os.dup2(fd, number)
-        for fd in {int(fd) for fd in os.listdir("/proc/self/fd")} - set(asked["fds"]):
+        for fd in {int(fd) for fd in os.listdir("/proc/self/fd")} - set(request["fds"]):
             with suppress(OSError):  # what listed them
                 os.close(fd)
-        os.chdir(asked["cwd"])
+        os.chdir(request["cwd"])
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ.clear()
-        os.environ.update(asked["env"])
+        os.environ.update(request["env"])
         added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*filter(None, added), *(p for p in sys.path if p not in before)]
-        sys.argv[:] = asked["argv"]
+        sys.argv[:] = request["argv"]
         if sys.argv[3] == COMMAND:
             here, there = socket.socketpair()
             if os.fork() == 0:

@@ -519,7 +519,7 @@ def removed(c: Origin, flow: DataFlow[TensorErrors], traces: Sequence[TensorErro
     one = c.trace
     if not len(c.keys) or len(one.broken_keys):
         return False
-    n, begin = len(one.err), one.err[0]  # which nearly no other has, and any number of origins is asked for
+    n, begin = len(one.err), one.err[0]  # which nearly no other has, and there may be many origins
     readers = [t for t in traces if t.kind == INPUT and t.rounding and len(t.err) == n and t.err[0] == begin
                and np.array_equal(t.keys, one.keys) and np.array_equal(t.err, one.err)]  # fmt: skip
     outputs = [[o for o in flow.by_tap[t.tap][OUTPUT] if o.call == t.call] for t in readers]

@@ -177,7 +177,7 @@ def _generated(answer: Any) -> _Read:
 
 
 def _scored(answer: Any, first: int) -> _Read:
-    """Of a prompt that vLLM was asked to score (``prompt_logprobs``)."""
+    """Of a prompt that vLLM scored (``prompt_logprobs``)."""
     choice = answer["choices"][0]
     scores, ids = choice["prompt_logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
     places = [{int(i): t["logprob"] for i, t in place.items()} for place in scores[first:]]
