@@ -12,9 +12,9 @@ from support.truncated import truncated
 
 from vllm_accprobe.judge import statistic
 from vllm_accprobe.opcheck.floors import rounding, verdict
-from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix
 from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool, Pooled, moderated_t, unlike
-from vllm_accprobe.opcheck.floors.verdict import first_of, judge, judge_each, repeated
+from vllm_accprobe.opcheck.floors.verdict import judge, judge_each
 from vllm_accprobe.opcheck.reference import Call, Expected
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.roundings import gamma
@@ -31,25 +31,8 @@ def rounded(y: torch.Tensor, dtype: str) -> torch.Tensor:
     return y.to(DTYPES[dtype]).double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 128), (500, 16), (2, 4096)])
-def test_rounding_once_passes_with_room(dtype: str, shape: tuple[int, int]) -> None:
-    for seed in range(20):
-        y = exact(*shape, seed=seed)
-        v = judge(y, rounded(y, dtype), dtype)
-        assert v.passed
-        assert v.severity < 0.9
-
-
 def unit(dtype: str) -> float:
     return {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-
-
-def test_coarser_rounding_is_seen() -> None:
-    """Six bits instead of eight."""
-    y = exact()
-    mantissa, exponent = torch.frexp(y)
-    assert not judge(y, torch.ldexp((mantissa * 64).round() / 64, exponent), "bfloat16").passed
 
 
 def test_noise_allows_what_the_reference_says_and_no_more() -> None:
@@ -59,13 +42,6 @@ def test_noise_allows_what_the_reference_says_and_no_more() -> None:
     assert not judge(y, rounded(wrong, "bfloat16"), "bfloat16").passed
     assert judge(y, rounded(wrong, "bfloat16"), "bfloat16", noise=noise).passed
     assert not judge(y, rounded(y + 3 * (wrong - y), "bfloat16"), "bfloat16", noise=noise).passed
-
-
-def test_a_shared_error_is_allowed_only_where_it_is_said() -> None:
-    y = exact()
-    wrong = rounded(y * (1 + 1.5 * unit("bfloat16")), "bfloat16")
-    assert judge(y, wrong, "bfloat16", common=2 * unit("bfloat16")).passed
-    assert not judge(y, wrong, "bfloat16").passed
 
 
 def test_nan_never_passes_and_equal_ones_do() -> None:
@@ -107,7 +83,7 @@ def picture(colours: int, seed: int, scale: float = 1.0) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("colours", [2, 5, 40])
 def test_a_clean_picture_of_few_colours_passes(colours: int) -> None:
-    for seed in range(20):
+    for seed in range(8):
         y, mine = picture(colours, seed)
         found, pool = judge(y, mine, "bfloat16"), Pool()
         assert found.sums.few
@@ -124,20 +100,6 @@ def test_a_scale_is_seen_in_it_all_the_same(colours: int) -> None:
     pool = Pool()
     pool.add([found.sums])
     assert not found.passed or pool.breach(1e-6) is not None
-
-
-def test_numbers_of_their_own_are_counted_one_by_one() -> None:
-    y = torch.randn((96, 192), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert repeated(y[None], (y.float().bfloat16().double() - y)[None]) == [False]
-    keys = torch.tensor([[1, 2, 1], [1, 1, 3]])
-    assert first_of(keys[None]).tolist() == [[[True, True, False], [False, False, True]]]
-    assert first_of(keys[None], torch.arange(2).unsqueeze(1)).tolist() == [[[True, True, False], [True, False, True]]]
-
-
-def test_numbers_are_exact():
-    assert numbers(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float64
-    assert numbers(torch.tensor([True])).tolist() == [1]
-    assert numbers(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
 
 
 def test_matrices_have_a_row_for_each_place_along_the_row_dimension():
@@ -196,19 +158,6 @@ def cut(y: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 128), (57, 128), (2, 4096), (200, 1024)])
-def test_the_direction_is_seen(shape: tuple[int, int], dtype: str) -> None:
-    for seed in range(20):
-        y = exact(*shape, seed=seed)
-        found = rounding.direction(y, cut(y, dtype), dtype)
-        assert found.toward_zero
-        assert found.share > 0.99  # float32 has come to the next number of the grid here and there
-        assert found.proved or shape[0] == 1
-        straight = rounding.direction(y, rounded(y, dtype), dtype)
-        assert (straight.toward_zero, straight.nearest) == (False, True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_scale_that_is_a_little_too_small_is_no_truncation(dtype: str) -> None:
     """Its mean error is the same; 0.65u and 0.75u lie between the scales that are tried."""
     for factor in (0.5, 0.65, 2 / 3, 0.7, 0.75, 1.0):
@@ -221,7 +170,7 @@ def test_a_scale_that_is_a_little_too_small_is_no_truncation(dtype: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 128), (64, 128), (2, 4096)])
 def test_truncation_passes_with_room_and_fails_strict(shape: tuple[int, int], dtype: str) -> None:
-    for seed in range(20):
+    for seed in range(8):
         y = exact(*shape, seed=seed)
         mine = cut(y, dtype)
         v = rounding.judge(y, mine, dtype)
@@ -449,24 +398,6 @@ def test_what_no_row_shows_all_rows_show() -> None:
     assert b.measure == TOGETHER
 
 
-def test_faults_at_twice_the_floor_are_seen_in_one_call_or_in_all() -> None:
-    """A scale of 1.0032, noise of twice the rounding, one column 1.0032 * sqrt(width), whatever noise a kernel has."""
-    column = torch.ones(256)
-    column[9] = 1 + 0.0032 * 16
-    for noise in (0.0, 0.577 * U):
-        for wrong in (
-            lambda y, n: y * 1.0032, lambda y, n: y * (1 + U * draw(8, 256, seed=n + 1)), lambda y, n: y * column,
-        ):  # fmt: skip
-            pool, seen = Pool(), False
-            for n in range(60):
-                y = draw(8, 256, seed=n)
-                mine = rounded(wrong(y, n), "bfloat16")
-                v = verdict.judge(y, mine, "bfloat16", BUDGET.output, noise=noise * y.abs())
-                seen |= not v.passed
-                pool.add([v.sums])
-            assert seen or pool.breach(BUDGET.tap) is not None
-
-
 def test_a_column_of_nearly_equal_values_has_one_rounding_error() -> None:
     """A trained bias or an outlier channel: 3.008 in every row is 3.0 in bfloat16 in every row, and no fault."""
 
@@ -496,7 +427,7 @@ def test_the_same_rows_again_say_nothing_new() -> None:
 
 
 def test_two_hundred_equal_rows_in_one_call_are_one() -> None:
-    for seed in range(20):
+    for seed in range(8):
         y = draw(1, 256, seed=seed).expand(200, 256).contiguous()
         assert verdict.judge(y, rounded(y, "bfloat16"), "bfloat16", BUDGET.output).passed
 
