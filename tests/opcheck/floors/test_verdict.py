@@ -12,9 +12,9 @@ from support.truncated import truncated
 
 from vllm_accprobe.judge import statistic
 from vllm_accprobe.opcheck.floors import rounding, verdict
-from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
 from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool, Pooled, moderated_t, unlike
-from vllm_accprobe.opcheck.floors.verdict import judge, judge_each
+from vllm_accprobe.opcheck.floors.verdict import first_of, judge, judge_each, repeated
 from vllm_accprobe.opcheck.reference import Call, Expected
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.roundings import gamma
@@ -42,6 +42,13 @@ def test_noise_allows_what_the_reference_says_and_no_more() -> None:
     assert not judge(y, rounded(wrong, "bfloat16"), "bfloat16").passed
     assert judge(y, rounded(wrong, "bfloat16"), "bfloat16", noise=noise).passed
     assert not judge(y, rounded(y + 3 * (wrong - y), "bfloat16"), "bfloat16", noise=noise).passed
+
+
+def test_a_shared_error_is_allowed_only_where_it_is_said() -> None:
+    y = exact()
+    wrong = rounded(y * (1 + 1.5 * unit("bfloat16")), "bfloat16")
+    assert judge(y, wrong, "bfloat16", common=2 * unit("bfloat16")).passed
+    assert not judge(y, wrong, "bfloat16").passed
 
 
 def test_nan_never_passes_and_equal_ones_do() -> None:
@@ -102,6 +109,20 @@ def test_a_scale_is_seen_in_it_all_the_same(colours: int) -> None:
     assert not found.passed or pool.breach(1e-6) is not None
 
 
+def test_numbers_of_their_own_are_counted_one_by_one() -> None:
+    y = torch.randn((96, 192), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert repeated(y[None], (y.float().bfloat16().double() - y)[None]) == [False]
+    keys = torch.tensor([[1, 2, 1], [1, 1, 3]])
+    assert first_of(keys[None]).tolist() == [[[True, True, False], [False, False, True]]]
+    assert first_of(keys[None], torch.arange(2).unsqueeze(1)).tolist() == [[[True, True, False], [True, False, True]]]
+
+
+def test_numbers_are_exact():
+    assert numbers(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float64
+    assert numbers(torch.tensor([True])).tolist() == [1]
+    assert numbers(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
+
+
 def test_matrices_have_a_row_for_each_place_along_the_row_dimension():
     x = torch.arange(6).reshape(1, 2, 3)
     assert matrix(x, 1).tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -155,6 +176,19 @@ def with_room(v: verdict.Verdict) -> bool:
 
 def cut(y: torch.Tensor, dtype: str) -> torch.Tensor:
     return truncated(y, DTYPES[dtype]).double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 128), (57, 128), (2, 4096), (200, 1024)])
+def test_the_direction_is_seen(shape: tuple[int, int], dtype: str) -> None:
+    for seed in range(8):
+        y = exact(*shape, seed=seed)
+        found = rounding.direction(y, cut(y, dtype), dtype)
+        assert found.toward_zero
+        assert found.share > 0.99  # float32 has come to the next number of the grid here and there
+        assert found.proved or shape[0] == 1
+        straight = rounding.direction(y, rounded(y, dtype), dtype)
+        assert (straight.toward_zero, straight.nearest) == (False, True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
