@@ -266,30 +266,19 @@ def test_an_intermediate_result_may_be_truncated_and_the_last_one_rounded() -> N
         assert not rounding.judge(y, wrong, "bfloat16", noise=noise).passed
 
 
-def test_an_error_of_a_truncating_kernel_that_a_bound_allows_is_not_proved_wrong() -> None:
-    """The bound is that of the distance from the exact result, not from what truncation makes of it in the mean."""
-    y = exact(40, 2048)
-    step = rounding.steps(y, "bfloat16")
-    bound = noise = 0.1 * step
-    mine = cut(y, "bfloat16")
-    for steps, passed in ((1.19, True), (1.3, False)):  # twice half a step and the bound: 1.2
-        mine[3, 4] = y[3, 4] + torch.sign(y[3, 4]) * steps * step[3, 4]
-        v = rounding.judge(y, mine, "bfloat16", noise=noise, bound=bound)
-        assert (v.passed, v.tier) == ((True, "") if passed else (False, "proved"))
-        assert passed or (v.measure, v.row, v.column) == ("element", 3, 4)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_truncation_excuses_no_error_that_is_proved(early: bool) -> None:
-    """Toward zero, where truncation's mean lies: beyond twice half a step and the bound nothing is right."""
+@pytest.mark.parametrize(("early", "away"), [(False, 1), (False, -1), (True, -1)])
+def test_truncation_excuses_no_error_that_is_proved(early: bool, away: int) -> None:
+    """The bound is that of the distance from the exact result, not from what truncation makes of it in the mean: beyond
+    twice half a step and the bound, 1.2 steps here, nothing is right, toward zero, where that mean lies, or away."""
     y = exact(40, 2048)
     step = rounding.steps(y, "bfloat16")
     bound = noise = 0.1 * step
     mine = rounded((1 - 2 / 3 * unit("bfloat16")) * y, "bfloat16") if early else cut(y, "bfloat16")
     for steps, tier in ((1.19, ""), (1.25, "proved"), (1.9, "proved")):
-        mine[3, 4] = y[3, 4] - torch.sign(y[3, 4]) * steps * step[3, 4]
+        mine[3, 4] = y[3, 4] + away * torch.sign(y[3, 4]) * steps * step[3, 4]
         v = rounding.judge(y, mine, "bfloat16", noise=noise, bound=bound)
         assert (v.passed, v.tier) == (not tier, tier)
+        assert v.passed or away < 0 or (v.measure, v.row, v.column) == ("element", 3, 4)
 
 
 def test_rows_of_one_step_may_come_from_two_kernels() -> None:
