@@ -14,6 +14,7 @@ import pytest
 from support.processes import gone, runs
 
 from vllm_accprobe import waiting
+from vllm_accprobe.gate import served_run
 from vllm_accprobe.gate.sending.client import NotServed, SendError, ServerLost
 from vllm_accprobe.gate.served_run import ADVICE, ServedRun, ServerCommand, cause, served, server_command
 
@@ -154,37 +155,30 @@ def test_a_start_is_not_silent_and_shows_no_key(tmp_path, shell, monkeypatch, ca
     assert re.fullmatch(r"accprobe: golden is starting: args: \$KEY \(\d s\)", said[-1])
 
 
-def test_a_server_that_dies_while_it_is_asked(tmp_path: Path, shell: dict[str, str]) -> None:
-    code = (
-        "import sys\nfrom http.server import *\n"
-        "server = HTTPServer(('127.0.0.1', int(sys.argv[1][7:])), SimpleHTTPRequestHandler)\n"
-        "server.handle_request()\nraise RuntimeError('the device is gone')"
-    )
-    shell["VLLM_SCRIPT"] = f'{sys.executable} -c "$CODE" "$3"'
-    with (
-        pytest.raises(ServerLost, match=r"^no answer; the server ended with exit code 1: RuntimeError: the device is "),
-        served("golden", "vllm serve M", shell | {"CODE": code}, tmp_path, 30),
-    ):
-        raise ServerLost("no answer")
-
-
-def test_a_server_whose_engine_died_and_that_still_runs(
-    tmp_path: Path, shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's API server answers 503 for as long as its engine takes to end."""
-    monkeypatch.setattr("vllm_accprobe.gate.served_run._DIES_S", 0.2)
+@pytest.mark.parametrize(
+    ("ends", "lost", "says"),
+    [
+        ("server.handle_request()\nraise RuntimeError('the device is gone')", "no answer",
+         "the server ended with exit code 1: RuntimeError: the device is "),
+        # vLLM's API server answers 503 for as long as its engine takes to end.
+        ("print('ValueError: the engine is gone', flush=True)\nserver.serve_forever()", "500",
+         "the server's log ends with: ValueError: the engine is gone; read /"),
+    ],
+    ids=["while it is asked", "its engine, and the server still runs"],
+)  # fmt: skip
+def test_a_server_that_dies(ends, lost, says, tmp_path, shell, monkeypatch):
+    monkeypatch.setattr("vllm_accprobe.gate.served_run._DIES_S", 0.2 if lost == "500" else served_run._DIES_S)
     monkeypatch.setattr("vllm_accprobe.gate.served_run._STOP_S", 1.0)
     code = (
         "import sys\nfrom http.server import *\n"
-        "server = HTTPServer(('127.0.0.1', int(sys.argv[1][7:])), SimpleHTTPRequestHandler)\n"
-        "print('ValueError: the engine is gone', flush=True)\nserver.serve_forever()"
+        f"server = HTTPServer(('127.0.0.1', int(sys.argv[1][7:])), SimpleHTTPRequestHandler)\n{ends}"
     )
-    shell["VLLM_SCRIPT"] = f'{sys.executable} -c "$CODE" "$3" 2>/dev/null'
+    shell["VLLM_SCRIPT"] = f'{sys.executable} -c "$CODE" "$3" {"2>/dev/null" * (lost == "500")}'
     with (
-        pytest.raises(ServerLost, match=r"^500; the server's log ends with: ValueError: the engine is gone; read /"),
+        pytest.raises(ServerLost, match=f"^{lost}; {says}"),
         served("golden", "vllm serve M", shell | {"CODE": code}, tmp_path, 30),
     ):
-        raise ServerLost("500")
+        raise ServerLost(lost)
 
 
 CORE = "(EngineCore pid=41) ERROR 11-26 21:00:00 [core.py:1023] "

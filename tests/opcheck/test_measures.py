@@ -94,29 +94,47 @@ def test_every_measure_is_its_formula(dtype, seed):
     assert set(found) - set(expected) == counted  # the rest is tested below
 
 
-def test_ulps_by_hand():
+F32, F16, TOP = np.float32, np.float16, 65504.0
+BY_HAND = {
     # bfloat16 has 7 bits: at 3.0 a step is 2**(1-7), at the reference 0 that of 1.0, 2**-7.
-    found = measure(np.array([3.0, 0.0]), np.array([3.0 + 3 * 2.0**-6, 2.0**-8], np.float32), "bfloat16")
-    assert (found.ulp_max, found.ulp_mean, found.ulp_share) == (3.0, 1.75, 0.5)
+    "ulps of bfloat16": ([3.0, 0.0], F32([3.0 + 3 * 2.0**-6, 2.0**-8]), "bfloat16",
+                         {"ulp_max": 3.0, "ulp_mean": 1.75, "ulp_share": 0.5}),
     # float8_e4m3fn has 3 bits and no smaller exponent than -6, float8_e5m2 2 bits and -14.
-    assert measure(np.array([1.0]), np.array([1.25]), "float8_e4m3fn").ulp_max == 2.0
-    assert measure(np.array([2.0**-8]), np.array([2.0**-7]), "float8_e4m3fn").ulp_max == 2.0
-    assert measure(np.array([1.0]), np.array([1.5]), "float8_e5m2").ulp_max == 2.0
-    assert measure(np.array([1.0]), np.array([1.0 + 2.0**-50]), "float64").ulp_max == 4.0
-    assert measure(np.array([1, 2]), np.array([1, 3]), "int32").ulp_max is None
+    "ulps of e4m3": ([1.0], [1.25], "float8_e4m3fn", {"ulp_max": 2.0}),
+    "subnormal ulps of e4m3": ([2.0**-8], [2.0**-7], "float8_e4m3fn", {"ulp_max": 2.0}),
+    "ulps of e5m2": ([1.0], [1.5], "float8_e5m2", {"ulp_max": 2.0}),
+    "ulps of float64": ([1.0], [1.0 + 2.0**-50], "float64", {"ulp_max": 4.0}),
+    "no ulps of integers": (np.array([1, 2]), np.array([1, 3]), "int32", {"ulp_max": None}),
+    # What only float64 can tell from mine is mine in float32; of three dtypes: standards/test_msprobe_parity.py
+    "balance in mine's dtype": ([1 + 1e-12, 2.0, 3 + 1e-12], F32([1, 2, 3]), "float32", {"error_balance": 0.0}),
+    # within, beyond, tiny, tiny, beyond
+    "ait's share": ([1.0, 1.0, 1e-8, 0.0, -2.0], [1 + 2.0**-11, 1 + 2.0**-9, 5.0, 5.0, 2.0], "float16",
+                    {"ait_share": 0.6}),
+    "beyond the range": ([7e4, -1e6, 65503.0, 1.0], F16([INF, -INF, TOP, 1]), "float16", {"inf_nan_err_ratio": 0.0}),
+    # Saturating instead of overflowing is no wrong infinity, staying at 1 is.
+    "saturated": ([7e4, -1e6, 65503.0, 1.0], F16([TOP, -TOP, TOP, 1]), "float16", {"inf_nan_err_ratio": 0.0}),
+    "stays at 1": ([7e4, -1e6, 65503.0, 1.0], F16([1, -TOP, TOP, 1]), "float16", {"inf_nan_err_ratio": 0.25}),
+    "within bfloat16's range": ([7e4, -1e6, 65503.0, 1.0], F32([7e4, -1e6, 65503, 1]), "bfloat16", {"nonfinite": 0}),
+    "pairs of complex numbers": (np.array([1 + 2j, 3 - 4j]), np.array([1 + 2j, 3 - 4.5j], np.complex64), "complex64",
+                                 {"elements": 4, "max_abs_err": 0.5, "binary_err_ratio": 0.25}),
+    "nothing finite": ([NAN, INF], [NAN, INF], "bfloat16",
+                       {"cosine": None, "max_abs_err": None, "rel_l2": None, "ulp_max": None, "inf_nan_err_ratio": 0.0,
+                        "dual_1000": 1.0, "nonfinite_mismatch": 0}),
+    "zeros": (np.zeros(4), np.zeros(4), "float32",
+              {"cosine": None, "rel_l2": 0.0, "max_rel_err": None, "max_abs_err": 0.0}),
+    "zeros, not mine": (np.zeros(4), np.ones(4), "float32", {"cosine": None, "rel_l2": None, "max_abs_err": 1.0}),
+    **{np.dtype(kind).name: (np.array([0, 1, top, top], kind), np.array([0, 1, top, 0], kind), np.dtype(kind).name,
+                             {"binary_err_ratio": 0.25, "max_abs_err": float(top)})
+       for kind in (np.int8, np.uint8, np.int32, np.int64, np.uint64, np.bool_)
+       for top in (1 if kind is np.bool_ else np.iinfo(kind).max,)},
+}  # fmt: skip
 
 
-def test_error_balance_counts_sides_in_mines_dtype():
-    """A reference that only float64 can tell from mine is mine in float32. ULPs and balance of three dtypes as msprobe
-    has them: tests/standards/test_msprobe_parity.py."""
-    g = np.array([1.0, 2.0, 3.0, 4.0])
-    assert measure(g + 1e-12, g.astype(np.float32), "float32").error_balance == 0.0
-
-
-def test_aits_share():
-    g = np.array([1.0, 1.0, 1e-8, 0.0, -2.0])
-    m = np.array([1 + 2.0**-11, 1 + 2.0**-9, 5.0, 5.0, 2.0])  # within, beyond, tiny, tiny, beyond
-    assert measure(g, m, "float16").ait_share == 0.6
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(name):
+    g, m, dtype, expected = BY_HAND[name]
+    found = measure(np.array(g), np.array(m), dtype)
+    assert {field: getattr(found, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -134,27 +152,10 @@ def test_positions_that_are_not_finite(dtype):
     assert found.binary_err_ratio == 5 / 8
 
 
-def test_a_reference_beyond_the_range_is_infinite():
-    g = np.array([7e4, -1e6, 65503.0, 1.0])
-    assert measure(g, np.array([INF, -INF, 65504.0, 1.0], np.float16), "float16").inf_nan_err_ratio == 0.0
-    # Saturating instead of overflowing is no wrong infinity, staying at 1 is.
-    assert measure(g, np.array([65504, -65504, 65504, 1.0], np.float16), "float16").inf_nan_err_ratio == 0.0
-    assert measure(g, np.array([1, -65504, 65504, 1.0], np.float16), "float16").inf_nan_err_ratio == 0.25
-    assert measure(g, np.array([7e4, -1e6, 65503, 1.0], np.float32), "bfloat16").nonfinite == 0
-
-
 def test_one_reference_beyond_the_range_does_not_hide_the_others():
     found = measure(np.array([1e300, 3.0, 4.0]), np.array([INF, 3.0, 4.5]), "bfloat16")
     assert found.cosine == pytest.approx(27 / (5 * math.sqrt(29.25)))
     assert (found.rel_l2, found.nonfinite_mismatch) == (0.1, 0)
-
-
-@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.bool_])
-def test_integers_are_compared_exactly(kind):
-    top = 1 if kind is np.bool_ else np.iinfo(kind).max
-    g, m = np.array([0, 1, top, top], kind), np.array([0, 1, top, 0], kind)
-    found = measure(g, m, np.dtype(kind).name)
-    assert (found.binary_err_ratio, found.max_abs_err) == (0.25, float(top))
 
 
 def test_int64_beyond_what_doubles_tell_apart():
@@ -166,31 +167,12 @@ def test_int64_beyond_what_doubles_tell_apart():
     assert extremes.max_abs_err == 2.0**64
 
 
-def test_complex_numbers_are_pairs():
-    g, m = np.array([1 + 2j, 3 - 4j]), np.array([1 + 2j, 3 - 4.5j], np.complex64)
-    found = measure(g, m, "complex64")
-    assert (found.elements, found.max_abs_err, found.binary_err_ratio) == (4, 0.5, 0.25)
-
-
 def test_an_empty_tensor_has_no_measure():
     found = asdict(measure(np.zeros((0, 5)), np.zeros((0, 5)), "float32"))
     assert {k for k, v in found.items() if v is not None} == {
         "elements", "nonfinite", "nonfinite_mismatch", *(f"above_1e_{n}" for n in range(1, 7))
     }  # fmt: skip
     assert not any(found.values())
-
-
-def test_nothing_finite():
-    found = measure(np.array([NAN, INF]), np.array([NAN, INF]), "bfloat16")
-    assert (found.cosine, found.max_abs_err, found.rel_l2, found.ulp_max) == (None, None, None, None)
-    assert (found.inf_nan_err_ratio, found.dual_1000, found.nonfinite_mismatch) == (0.0, 1.0, 0)
-
-
-def test_zeros_have_no_direction():
-    found = measure(np.zeros(4), np.zeros(4), "float32")
-    assert (found.cosine, found.rel_l2, found.max_rel_err, found.max_abs_err) == (None, 0.0, None, 0.0)
-    found = measure(np.zeros(4), np.ones(4), "float32")
-    assert (found.cosine, found.rel_l2, found.max_abs_err) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize("scale", [1e300, 1e-300, 1e200])

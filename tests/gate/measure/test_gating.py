@@ -1,6 +1,7 @@
 """Two folders against how far golden is from itself, and against servers that are known to be right."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,22 +177,23 @@ def test_a_floor_that_rounding_does_not_explain_excuses_nothing(tmp_path: Path) 
         made = folder(tmp_path / name, seed, noise=0.0, prompts=24, forced="accprobe", fault=fault, **more)
         return replies.read(made)
 
+    judged = partial(compare, power=False)  # what a pass would have shown: test_power.py
     golden, wrong, right = side("g", 1, own=0.02), side("w", 2, 5.0), side("r", 3, own=0.02)
-    doubted = compare(golden, side("off", 4, 1.0), [wrong], names=["plain in float16"])
+    doubted = judged(golden, side("off", 4, 1.0), [wrong], names=["plain in float16"])
     assert (doubted.verdict, doubted.p, doubted.times) == (None, None, None)
     assert "golden and plain in float16 differ by 4." in (doubted.why or "")
     assert "enlarges rounding; what differs by less cannot be judged" in servers.gap_lines(doubted)[0]
     assert servers.gap_json(doubted)["floors"][0]["distance"] > 4
-    assert compare(golden, side("far", 5, 40.0), [wrong]).verdict == "fail"
-    assert compare(golden, golden, [wrong]).verdict == "pass"
-    both = compare(golden, side("off2", 6, 1.0), [wrong, right])
+    assert judged(golden, side("far", 5, 40.0), [wrong]).verdict == "fail"
+    assert judged(golden, golden, [wrong]).verdict == "pass"
+    both = judged(golden, side("off2", 6, 1.0), [wrong, right])
     assert (both.verdict, both.kept) == ("fail", (1,))
     gone = [token_gaps.CLIPPED] * 5
     none = side("none", 8, change=lambda i, r: replace(r, top=[(ids, gone) for ids, _ in r.top or ()]))
-    alone = compare(golden, side("off3", 9, 1.0), [wrong, none], names=["a", "b"])
+    alone = judged(golden, side("off3", 9, 1.0), [wrong, none], names=["a", "b"])
     assert (alone.verdict, alone.kept) == (None, (0,))
     assert "b is left out: it has no numbers for some tokens" in alone.notes
-    fine = compare(golden, side("fine", 7, own=0.02), [wrong, right])
+    fine = judged(golden, side("fine", 7, own=0.02), [wrong, right])
     assert fine.verdict == "pass"
     assert any(note.startswith("left out: golden and floor 0 differ by") for note in fine.notes)
 

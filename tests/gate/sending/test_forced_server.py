@@ -6,7 +6,7 @@ the V2 server has nothing but VLLM_ACCPROBE_FORCE and vLLM's Trace Replay. Async
 on a CPU, and preemption are forced upon engines without a server.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,17 +122,21 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, preloads: Callable[[str], Pa
         host.close()
 
 
+def along(ids: list[int] | None) -> dict[str, str]:
+    return {KEY: " ".join(map(str, ids or ()))}
+
+
+def asks_of(named: Iterable[replies.Reply]) -> list[Ask]:
+    """Each forced along its own tokens."""
+    return [Ask(r.prompt_token_ids or (), len(r.token_ids or ()), r.name,
+                sampling=FREE | {"extra_args": along(r.token_ids)}) for r in named]  # fmt: skip
+
+
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_ahead_of_its_tokens_and_after_preemption(runner, hosts, served_model, tmp_path):
     named = replies.read(golden(tmp_path / "golden", SIZES)).passes[0].values()
-    asks = [
-        Ask(
-            r.prompt_token_ids or (), len(r.token_ids or ()), r.name, sampling=FREE | {"extra_args": along(r.token_ids)}
-        )
-        for r in named
-    ]
     run = hosts[runner].capture(
-        served_model, asks, out=tmp_path / "none", env={"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")},
+        served_model, asks_of(named), out=tmp_path / "none", env={"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")},
         how="staggered", max_num_batched_tokens=64, num_gpu_blocks_override=11, block_size=32, max_model_len=256,
     )  # fmt: skip
     assert run.tokens == [r.token_ids for r in named]
@@ -147,21 +151,11 @@ def test_five_that_are_forced_in_one_step(hosts: dict[str, EngineHost], served_m
     """All are there before the first step. How many meet in a server depends on the load: its engine begins with the
     first request that it reads, and may be done before the next one arrives."""
     named = replies.read(golden(tmp_path / "golden", SIZES)).passes[0].values()
-    asks = [
-        Ask(
-            r.prompt_token_ids or (), len(r.token_ids or ()), r.name, sampling=FREE | {"extra_args": along(r.token_ids)}
-        )
-        for r in named
-    ]
     env = {"VLLM_ACCPROBE_FORCE": str(tmp_path / "steps-0")}
-    run = hosts["V1"].capture(served_model, asks, out=tmp_path / "none", env=env, max_num_batched_tokens=64)
+    run = hosts["V1"].capture(served_model, asks_of(named), out=tmp_path / "none", env=env, max_num_batched_tokens=64)
     assert run.tokens == [r.token_ids for r in named]
     written = replies.read_steps(tmp_path)
     assert max(together for r in named for _, _, _, together in written.rows(0, r.name)) >= 3
-
-
-def along(ids: list[int] | None) -> dict[str, str]:
-    return {KEY: " ".join(map(str, ids or ()))}
 
 
 def test_with_forcing_alone_every_bit_is_as_without_the_plugin(hosts, served_model, tmp_path):

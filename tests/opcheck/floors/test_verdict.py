@@ -31,25 +31,8 @@ def rounded(y: torch.Tensor, dtype: str) -> torch.Tensor:
     return y.to(DTYPES[dtype]).double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 128), (500, 16), (2, 4096)])
-def test_rounding_once_passes_with_room(dtype: str, shape: tuple[int, int]) -> None:
-    for seed in range(20):
-        y = exact(*shape, seed=seed)
-        v = judge(y, rounded(y, dtype), dtype)
-        assert v.passed
-        assert v.severity < 0.9
-
-
 def unit(dtype: str) -> float:
     return {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-
-
-def test_coarser_rounding_is_seen() -> None:
-    """Six bits instead of eight."""
-    y = exact()
-    mantissa, exponent = torch.frexp(y)
-    assert not judge(y, torch.ldexp((mantissa * 64).round() / 64, exponent), "bfloat16").passed
 
 
 def test_noise_allows_what_the_reference_says_and_no_more() -> None:
@@ -107,7 +90,7 @@ def picture(colours: int, seed: int, scale: float = 1.0) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("colours", [2, 5, 40])
 def test_a_clean_picture_of_few_colours_passes(colours: int) -> None:
-    for seed in range(20):
+    for seed in range(8):
         y, mine = picture(colours, seed)
         found, pool = judge(y, mine, "bfloat16"), Pool()
         assert found.sums.few
@@ -198,7 +181,7 @@ def cut(y: torch.Tensor, dtype: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 128), (57, 128), (2, 4096), (200, 1024)])
 def test_the_direction_is_seen(shape: tuple[int, int], dtype: str) -> None:
-    for seed in range(20):
+    for seed in range(8):
         y = exact(*shape, seed=seed)
         found = rounding.direction(y, cut(y, dtype), dtype)
         assert found.toward_zero
@@ -221,7 +204,7 @@ def test_a_scale_that_is_a_little_too_small_is_no_truncation(dtype: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 128), (64, 128), (2, 4096)])
 def test_truncation_passes_with_room_and_fails_strict(shape: tuple[int, int], dtype: str) -> None:
-    for seed in range(20):
+    for seed in range(8):
         y = exact(*shape, seed=seed)
         mine = cut(y, dtype)
         v = rounding.judge(y, mine, dtype)
@@ -283,30 +266,19 @@ def test_an_intermediate_result_may_be_truncated_and_the_last_one_rounded() -> N
         assert not rounding.judge(y, wrong, "bfloat16", noise=noise).passed
 
 
-def test_an_error_of_a_truncating_kernel_that_a_bound_allows_is_not_proved_wrong() -> None:
-    """The bound is that of the distance from the exact result, not from what truncation makes of it in the mean."""
-    y = exact(40, 2048)
-    step = rounding.steps(y, "bfloat16")
-    bound = noise = 0.1 * step
-    mine = cut(y, "bfloat16")
-    for steps, passed in ((1.19, True), (1.3, False)):  # twice half a step and the bound: 1.2
-        mine[3, 4] = y[3, 4] + torch.sign(y[3, 4]) * steps * step[3, 4]
-        v = rounding.judge(y, mine, "bfloat16", noise=noise, bound=bound)
-        assert (v.passed, v.tier) == ((True, "") if passed else (False, "proved"))
-        assert passed or (v.measure, v.row, v.column) == ("element", 3, 4)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_truncation_excuses_no_error_that_is_proved(early: bool) -> None:
-    """Toward zero, where truncation's mean lies: beyond twice half a step and the bound nothing is right."""
+@pytest.mark.parametrize(("early", "away"), [(False, 1), (False, -1), (True, -1)])
+def test_truncation_excuses_no_error_that_is_proved(early: bool, away: int) -> None:
+    """The bound is that of the distance from the exact result, not from what truncation makes of it in the mean: beyond
+    twice half a step and the bound, 1.2 steps here, nothing is right, toward zero, where that mean lies, or away."""
     y = exact(40, 2048)
     step = rounding.steps(y, "bfloat16")
     bound = noise = 0.1 * step
     mine = rounded((1 - 2 / 3 * unit("bfloat16")) * y, "bfloat16") if early else cut(y, "bfloat16")
     for steps, tier in ((1.19, ""), (1.25, "proved"), (1.9, "proved")):
-        mine[3, 4] = y[3, 4] - torch.sign(y[3, 4]) * steps * step[3, 4]
+        mine[3, 4] = y[3, 4] + away * torch.sign(y[3, 4]) * steps * step[3, 4]
         v = rounding.judge(y, mine, "bfloat16", noise=noise, bound=bound)
         assert (v.passed, v.tier) == (not tier, tier)
+        assert v.passed or away < 0 or (v.measure, v.row, v.column) == ("element", 3, 4)
 
 
 def test_rows_of_one_step_may_come_from_two_kernels() -> None:
@@ -449,24 +421,6 @@ def test_what_no_row_shows_all_rows_show() -> None:
     assert b.measure == TOGETHER
 
 
-def test_faults_at_twice_the_floor_are_seen_in_one_call_or_in_all() -> None:
-    """A scale of 1.0032, noise of twice the rounding, one column 1.0032 * sqrt(width), whatever noise a kernel has."""
-    column = torch.ones(256)
-    column[9] = 1 + 0.0032 * 16
-    for noise in (0.0, 0.577 * U):
-        for wrong in (
-            lambda y, n: y * 1.0032, lambda y, n: y * (1 + U * draw(8, 256, seed=n + 1)), lambda y, n: y * column,
-        ):  # fmt: skip
-            pool, seen = Pool(), False
-            for n in range(60):
-                y = draw(8, 256, seed=n)
-                mine = rounded(wrong(y, n), "bfloat16")
-                v = verdict.judge(y, mine, "bfloat16", BUDGET.output, noise=noise * y.abs())
-                seen |= not v.passed
-                pool.add([v.sums])
-            assert seen or pool.breach(BUDGET.tap) is not None
-
-
 def test_a_column_of_nearly_equal_values_has_one_rounding_error() -> None:
     """A trained bias or an outlier channel: 3.008 in every row is 3.0 in bfloat16 in every row, and no fault."""
 
@@ -496,7 +450,7 @@ def test_the_same_rows_again_say_nothing_new() -> None:
 
 
 def test_two_hundred_equal_rows_in_one_call_are_one() -> None:
-    for seed in range(20):
+    for seed in range(8):
         y = draw(1, 256, seed=seed).expand(200, 256).contiguous()
         assert verdict.judge(y, rounded(y, "bfloat16"), "bfloat16", BUDGET.output).passed
 

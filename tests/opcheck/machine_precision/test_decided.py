@@ -132,25 +132,22 @@ def test_nothing_else_is_excused_for_being_everywhere(what: str, tmp_path: Path)
         assert not [h for h in found.habits if h.kind in ("split", "subnormals", "function") and h.price]
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(11, torch.float32), (12, torch.float32), (10, torch.bfloat16)])
-def test_an_approximated_root_is_measured(bits: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    machine = m.Machine(norm=m.rsqrt_norm(bits), dtype=dtype)
-    rows, found = m.settled(m.dump(tmp_path / "dump", machine, "norm"))
+@pytest.mark.parametrize(
+    ("operator", "bits", "dtype", "words", "least"),
+    [
+        *((NORM, bits, dtype, "its reciprocal square root", bits + 2)
+          for bits, dtype in ((11, torch.float32), (12, torch.float32), (10, torch.bfloat16))),
+        *((ACT, bits, dtype, "its activation's function", bits + 5)
+          for bits, dtype in ((12, torch.float32), (17, torch.float32), (10, torch.bfloat16))),
+    ],
+)  # fmt: skip
+def test_an_approximated_function_is_measured(operator, bits, dtype, words, least, tmp_path):
+    made = {"norm": m.rsqrt_norm(bits)} if operator == NORM else {"act": m.exp_act(bits)}
+    rows, found = m.settled(m.dump(tmp_path / "dump", m.Machine(dtype=dtype, **made), next(iter(made))))
     (habit,) = (h for h in found.habits if h.kind == "function")
-    assert habit.words.startswith("approximates its reciprocal square root: off by 2^-1")
-    size = found.units[f"RMSNorm {str(dtype).removeprefix('torch.')} rsqrt"]
-    assert 2.0 ** -(bits + 2) < size < 2.0**-bits
-    assert failed(rows) == set()
-
-
-@pytest.mark.parametrize(("bits", "dtype"), [(12, torch.float32), (17, torch.float32), (10, torch.bfloat16)])
-def test_an_approximated_exponential_is_measured(bits: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    machine = m.Machine(act=m.exp_act(bits), dtype=dtype)
-    rows, found = m.settled(m.dump(tmp_path / "dump", machine, "act"))
-    (habit,) = (h for h in found.habits if h.kind == "function")
-    assert habit.words.startswith("approximates its activation's function: off by 2^-1")
-    size = found.units[f"SiluAndMul {str(dtype).removeprefix('torch.')} activation"]
-    assert 2.0 ** -(bits + 5) < size < 2.0**-bits
+    assert habit.words.startswith(f"approximates {words}: off by 2^-1")
+    which = "rsqrt" if operator == NORM else "activation"
+    assert 2.0**-least < found.units[f"{operator} {str(dtype).removeprefix('torch.')} {which}"] < 2.0**-bits
     assert failed(rows) == set()
 
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -405,11 +404,6 @@ def gaps_of(comparison):
 def test_a_gap_is_narrowed(wrong, right, left):
     found = narrowed(result({"module": "m.0", "gap": GAP}, {"module": "m.1", "gap": None}), wrong, right)
     assert gaps_of(found) == left
-
-
-def test_nothing_changes_without_a_gap():
-    plain = SimpleNamespace(origins=[{"module": "m.1"}])
-    assert narrowed(plain, {"m.1"}, set()) is plain
 
 
 AT = {"tap": "m", "status": "fail", "measure": "row_rel_l2", "allowed": 0.1}

@@ -21,17 +21,9 @@ from vllm_accprobe.opcheck.references import aten, quantised, rotary
 from vllm_accprobe.opcheck.references.aten import Widened, itself
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters, column, in_blocks, looked_up
-from vllm_accprobe.opcheck.references.parts import param_if
 from vllm_accprobe.opcheck.roundings import within_float32
 
 draw = drawer(5)
-
-
-def test_a_parameter_that_a_kernel_packed_is_no_missing_one() -> None:
-    call = Call("t", "T", params={"weight": torch.ones(0)})
-    assert param_if(call, "scale") is None
-    with pytest.raises(Declined, match="parameter weight was packed"):
-        param_if(call, "weight")
 
 
 def test_a_norm_hands_on_the_residuals_that_it_gets() -> None:

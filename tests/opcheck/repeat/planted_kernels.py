@@ -44,25 +44,6 @@ def column_sum(x: torch.Tensor) -> torch.Tensor:
     return out.to(x.dtype)
 
 
-def python_race(x: torch.Tensor) -> torch.Tensor:
-    """Two Python threads read, add and write one sum without a lock."""
-    total = [0.0]
-    values = x.double().flatten().tolist()
-
-    def add(part: list[float]) -> None:
-        for v in part:
-            seen = total[0]
-            seen = seen + abs(v)
-            total[0] = seen
-
-    threads = [threading.Thread(target=add, args=(values[k::2],)) for k in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return torch.tensor(total)
-
-
 def unordered_sum(x: torch.Tensor) -> torch.Tensor:
     """Partial sums are added up as their threads finish, under a lock: another order each time, as atomics do."""
     total, lock = torch.zeros(x.shape[1]), threading.Lock()

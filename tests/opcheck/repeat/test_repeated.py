@@ -61,12 +61,6 @@ def test_a_race_between_compiled_threads(kernels: MachineKernels) -> None:
     assert (honest.status, honest.message) == ("pass", "")
 
 
-def test_a_race_between_python_threads(kernels: MachineKernels) -> None:
-    (row,) = said(kernels, f"{FILE}:python_race", "512x128")
-    assert row.status == "fail"
-    assert "beyond rounding: a race" in row.message
-
-
 def test_an_output_written_in_part_names_the_elements(kernels: MachineKernels) -> None:
     for shape, rows in (("7x64", 7), ("1024x512", 1024)):  # below and above what an allocator keeps at hand
         (row,) = said(kernels, f"{FILE}:double_partly", shape, dtype="bfloat16", runs=6)
@@ -256,14 +250,6 @@ def test_marks_of_rows_and_outputs() -> None:
     call = call_of(NamedOperator(f"{FILE}:double", ("out:4x3,*4x3",)), "out:4x3,*4x3", 0)
     assert call.extra[FRESH] == [0]
     assert call.extra[ROWS] == {"1": 0}
-
-
-def test_integers_below_a_number() -> None:
-    named = NamedOperator("aten.embedding", (), ("float32", "int64:50"))
-    ids = call_of(named, "50x4,2000", 0).args[1]
-    assert ids.dtype == torch.int64
-    assert 40 < int(ids.max()) < 50
-    assert int(ids.min()) >= 0
 
 
 @pytest.mark.parametrize(
