@@ -22,7 +22,7 @@ import typer
 
 from vllm_accprobe import refusals
 from vllm_accprobe.cli import aliases, endings
-from vllm_accprobe.cli.options import Command, expanded
+from vllm_accprobe.cli.options import Command, Commands, expanded
 from vllm_accprobe.cli.output import folded, without_reader
 
 COMMANDS = {
@@ -57,6 +57,7 @@ def build(only: str | None = None) -> typer.Typer:
     which takes a fifth of the time."""
     app = typer.Typer(
         name="accprobe",
+        cls=Commands,
         help="Finds out why a model served by vLLM gives other numbers on one machine than on another.",
         add_completion=True,
         rich_markup_mode=None,  # plain help: rich alone would take as long to load as everything else
