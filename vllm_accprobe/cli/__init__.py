@@ -112,13 +112,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Records, pairs and what hangs on them stay until the end: looking through all of them now and then for what has
     # gone would take a fifth of the time that a dump's lines take.
     gc.set_threshold(100_000, 50, 50)
-    atexit.register(gc.freeze)  # Python looks through them once more before it ends: 0.05 s
+    atexit.register(_leave)
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # a locale without a dash or an arrow has "?" there
     words = list(sys.argv[1:] if arguments is None else arguments)
     endings.begin()
     with without_reader():
         return _answered(words)
+
+
+def _leave() -> None:
+    """Python looks through all objects once more before it ends, 0.05 s, for what libraries of torch count on."""
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def _answered(words: list[str]) -> int:

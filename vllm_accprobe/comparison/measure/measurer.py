@@ -149,7 +149,8 @@ def _few(stretch: read.Stretch, rows: np.ndarray) -> bool:
         words = words[~nan.any(axis=1)]
     # Sorted as words, or as numbers: rows of two are sorted forty times more slowly, and np.unique takes three times.
     words = np.sort(words, axis=0)
-    return 1 + np.count_nonzero(words[1:] != words[:-1]) + bool(nan.any()) < _NEW * len(at)
+    different = 1 + int(np.count_nonzero(words[1:] != words[:-1])) + int(nan.any())
+    return different < _NEW * len(at)
 
 
 _MOST_ELEMENTS = 1 << 20
