@@ -8,8 +8,10 @@ Nothing is loaded before it is needed. Not here: what a module must have (common
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 FORMATS, REFERENCES, CAUSES = "vllm_accprobe.formats", "vllm_accprobe.references", "vllm_accprobe.causes"
@@ -28,16 +30,22 @@ class Extension:
 
 def added(group: str, problems: list[str]) -> Iterator[Extension]:
     """What installed packages add to ``group``; a sentence in ``problems`` for each that cannot be loaded."""
-    from importlib.metadata import entry_points  # a tenth of the time that a small comparison takes to begin
-
     kind = group.rpartition(".")[2]
-    for point in sorted(entry_points(group=group), key=lambda p: (p.name, p.value)):
+    for point in sorted(_points(tuple(sys.path)).select(group=group), key=lambda p: (p.name, p.value)):
         try:
             what = point.load()
         except Exception as error:  # anybody's code
             problems.append(unusable(kind, point.name, error))
             continue
         yield Extension(point.name, point.dist.name if point.dist else point.module, what)
+
+
+@lru_cache(1)
+def _points(path: tuple[str, ...]) -> Any:
+    """The entry points of all that is installed on ``path``: finding them takes 0.03 s."""
+    from importlib.metadata import entry_points  # a tenth of the time that a small comparison takes to begin
+
+    return entry_points()
 
 
 def unusable(kind: str, name: str, error: Exception) -> str:

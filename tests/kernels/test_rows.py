@@ -135,20 +135,20 @@ def test_rows_in_order_equal_rows_gathered(width):
 @pytest.mark.parametrize("gd", FLOATS)
 def test_structure_equals_its_definition(gd):
     rng = np.random.default_rng(5)
-    for width in (1, 3, 300, 5000):
-        g = rng.standard_normal((9, width)).astype(np.float32)
+    for width in (1, 3, 8, 300, 5000):
+        g = rng.standard_normal((70, width)).astype(np.float32)
         m = g * (1 + 0.02 * rng.standard_normal(g.shape)).astype(np.float32)
-        g[5], m[2, 0] = 0, np.nan
+        g[[5, -1]], m[2, 0] = 0, np.nan  # the last one, too: what waits for more rows is summed up
         m = stored(m, "bfloat16")
         if gd.startswith("float8"):
             g = rng.integers(0, 0x40, g.shape).astype(np.uint8)  # small and finite
-            g[5] = 0
+            g[[5, -1]] = 0
         else:
             g = stored(g, gd)
-        at = np.arange(9)
+        at = np.arange(70)
         got, want = (rows.structure_sums(g, gd, at, m, "bfloat16", at, widen, compiled=c) for c in (True, False))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # the definition adds up in float32
-        assert got[4].tolist() == [7.0] * width
+        assert got[4].tolist() == [67.0] * width
 
 
 # --- one long row in segments is the same row ---

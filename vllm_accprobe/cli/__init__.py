@@ -8,6 +8,7 @@ of the same name); the lines (refusals.py, and endings.py after a signal)."""
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import gc
@@ -22,7 +23,7 @@ import typer
 
 from vllm_accprobe import refusals
 from vllm_accprobe.cli import aliases, endings
-from vllm_accprobe.cli.options import Command, expanded
+from vllm_accprobe.cli.options import Command, Commands, expanded
 from vllm_accprobe.cli.output import folded, without_reader
 
 COMMANDS = {
@@ -57,6 +58,7 @@ def build(only: str | None = None) -> typer.Typer:
     which takes a fifth of the time."""
     app = typer.Typer(
         name="accprobe",
+        cls=Commands,
         help="Finds out why a model served by vLLM gives other numbers on one machine than on another.",
         add_completion=True,
         rich_markup_mode=None,  # plain help: rich alone would take as long to load as everything else
@@ -110,12 +112,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Records, pairs and what hangs on them stay until the end: looking through all of them now and then for what has
     # gone would take a fifth of the time that a dump's lines take.
     gc.set_threshold(100_000, 50, 50)
+    atexit.register(_leave)
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # a locale without a dash or an arrow has "?" there
     words = list(sys.argv[1:] if arguments is None else arguments)
     endings.begin()
     with without_reader():
         return _answered(words)
+
+
+def _leave() -> None:
+    """Python looks through all objects once more before it ends, 0.05 s, for what libraries of torch count on."""
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def _answered(words: list[str]) -> int:

@@ -16,10 +16,12 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -145,7 +147,45 @@ MOST_USED = {
 """Command, of which more than eleven options are shown → those that a first run needs."""
 
 
-class Command(typer.core.TyperCommand):
+def _processed(param: Any, ctx: Any, value: Any) -> Any:
+    """typer's own, which loads pydantic for 0.2 s of CPU, only where a word must become more than text or a path that
+    can be read, or where it is refused."""
+    kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    several = param.multiple or param.nargs == -1
+    one = (typing.get_args(kind) or (kind,))[0]
+    words = value if several and isinstance(value, (list, tuple)) else [value]
+    if value is None and not param.required:
+        value = () if several else None
+        return value if param.callback is None else param.callback(ctx, param, value)
+    if kind is None or param.required or param.callback is not None:
+        return type(param).process_value(param, ctx, value)
+    if one in (str, Path) and all(isinstance(w, str) and (one is str or _readable(w)) for w in words):
+        return [one(w) for w in words] if several else one(value)
+    if not several and isinstance(one, type) and isinstance(value, one) and value is param.default:
+        return value
+    return type(param).process_value(param, ctx, value)
+
+
+def _readable(path: str) -> bool:
+    """Or not there, which is said later."""
+    return os.access(path, os.R_OK) or not os.path.lexists(path)
+
+
+class _Lean:
+    """A command or group whose parameters are `_processed`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in found:
+            param.process_value = functools.partial(_processed, param)
+        return found
+
+
+class Commands(_Lean, typer.core.TyperGroup):
+    """All commands."""
+
+
+class Command(_Lean, typer.core.TyperCommand):
     """A command that understands other tools' names and its own older ones (aliases.py), and whose help may have
     ``{standards}``: their names take a while to gather, and few read them."""
 

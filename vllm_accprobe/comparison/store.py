@@ -315,18 +315,12 @@ _CODE = Path(__file__).resolve().parents[1]
 
 def identity(dumps: Sequence[Any], *choices: Any) -> str:
     """A hash of everything that measured units depend on. choices: plain values or text."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        release = version("vllm-accprobe")
-    except PackageNotFoundError:
-        release = "?"
     files = []
     for dump in dumps:
         root = Path(dump.path)
         files.append([str(root.resolve()), len(dump.records), sorted(_files(root))])
     code = sorted(file for file in _files(_CODE) if file[0].endswith(".py"))
-    text = json.dumps([release, LAYOUT, code, files, [repr(c) for c in choices]])
+    text = json.dumps([LAYOUT, code, files, [repr(c) for c in choices]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -340,12 +334,12 @@ def _files(root: Path) -> list[list[Any]]:
         for name in names:
             if name == UNFINISHED:  # results may be written into the dump's own directory
                 continue
-            path = Path(directory, name)
+            path = os.path.join(directory, name)
             try:
-                state = path.stat()
+                state = os.stat(path)
             except OSError:
                 continue
-            found.append([str(path.relative_to(root)), state.st_size, state.st_mtime_ns])
+            found.append([path[len(str(root)) :], state.st_size, state.st_mtime_ns])
     return found
 
 

@@ -3,3 +3,5 @@
 BLOCK = 2048
 """Elements that are turned into float32 at a time: both sides and what is built from them stay in the nearest
 caches."""
+ROWS_AT_ONCE, MOST_ROWS = 16 << 10, 64
+"""Elements, and rows, whose columns are summed up together: they fit into the second-level cache."""

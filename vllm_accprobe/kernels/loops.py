@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_accprobe.compiler import larger, part, scratch, smaller
-from vllm_accprobe.kernels import BLOCK
+from vllm_accprobe.kernels import BLOCK, MOST_ROWS, ROWS_AT_ONCE
 from vllm_accprobe.kernels.bits import leave_out, load, load_any
-from vllm_accprobe.kernels.vectors import LANES, add_rows
+from vllm_accprobe.kernels.vectors import LANES, add_columns, add_rows
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Words: TypeAlias = NDArray[np.uint32]
@@ -173,40 +173,57 @@ def structure(
     mw: Words,
 ) -> None:  # fmt: skip
     """Adds kernels.structure's sums of rows gi of g8 and mi of m8, as for ``rows``, to ``sums``, float64 [6 * width].
-    gw, mw: uint32, room for the width."""
+    gw, mw: uint32, room for as many rows as fit into ROWS_AT_ONCE numbers, or one."""
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
     ms = 1 if mk == 3 else (4 if mk == 2 else 2)
     width: Any = sums.size // 6
-    gw, mw = part(gw, 0, width, np.uint32), part(mw, 0, width, np.uint32)
-    gf, mf = part(gw, 0, width, np.float32), part(mw, 0, width, np.float32)
+    most = min(max(ROWS_AT_ONCE // width, 1), MOST_ROWS)
+    scales = scratch(MOST_ROWS, np.float64)
+    counted = part(sums, 4 * width, width, np.float64)
+    count, n = 0.0, 0
+    for r in range(gi.size):
+        gr, mr = part(gw, n * width, width, np.uint32), part(mw, n * width, width, np.uint32)
+        good = _load_row(part(g8, gi[r] * width * gs, width * gs, np.uint8), gs, gk, gt, gr)
+        if good:
+            good = _load_row(part(m8, mi[r] * width * ms, width * ms, np.uint8), ms, mk, mt, mr)
+        if good:
+            gf = part(gr, 0, width, np.float32)
+            norm = 0.0
+            for i in range(width):
+                norm += np.float64(gf[i]) * np.float64(gf[i])
+            if norm > 0.0:
+                scales[n] = 1.0 / np.sqrt(norm)
+                n += 1
+                count += 1.0
+        if n == most or (n > 0 and r == gi.size - 1):
+            gf, mf = part(gw, 0, n * width, np.float32), part(mw, 0, n * width, np.float32)
+            if width % LANES == 0:
+                add_columns(gf, mf, scales, n, width, sums)
+            else:
+                for k in range(n):
+                    _add_row(part(gf, k * width, width, np.float32), part(mf, k * width, width, np.float32), scales[k],
+                             sums)  # fmt: skip
+            n = 0
+    for i in range(width):
+        counted[i] += count
+
+
+def _add_row(gf: Any, mf: Any, scale: Any, sums: Any) -> None:
+    """One row's part in the sums of its columns."""
+    width: Any = gf.size
     dd, gg = part(sums, 0, width, np.float64), part(sums, width, width, np.float64)
     gd, gd2 = part(sums, 2 * width, width, np.float64), part(sums, 3 * width, width, np.float64)
-    rows, off = part(sums, 4 * width, width, np.float64), part(sums, 5 * width, width, np.float64)
-    count = 0.0
-    for r in range(gi.size):
-        if not _load_row(part(g8, gi[r] * width * gs, width * gs, np.uint8), gs, gk, gt, gw):
-            continue
-        if not _load_row(part(m8, mi[r] * width * ms, width * ms, np.uint8), ms, mk, mt, mw):
-            continue
-        norm = 0.0
-        for i in range(width):
-            norm += np.float64(gf[i]) * np.float64(gf[i])
-        if not norm > 0.0:
-            continue
-        scale = 1.0 / np.sqrt(norm)
-        for i in range(width):
-            x = np.float64(gf[i])
-            d = (np.float64(mf[i]) - x) * scale
-            x *= scale
-            both = x * d
-            dd[i] += d * d
-            gg[i] += x * x
-            gd[i] += both
-            gd2[i] += both * both
-            off[i] += d
-        count += 1.0
+    off = part(sums, 5 * width, width, np.float64)
     for i in range(width):
-        rows[i] += count
+        x = np.float64(gf[i])
+        d = (np.float64(mf[i]) - x) * scale
+        x *= scale
+        both = x * d
+        dd[i] += d * d
+        gg[i] += x * x
+        gd[i] += both
+        gd2[i] += both * both
+        off[i] += d
 
 
 LOOPS = (rows, structure)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe import machine_code
-from vllm_accprobe.kernels import BLOCK
+from vllm_accprobe.kernels import BLOCK, ROWS_AT_ONCE
 from vllm_accprobe.machine_code import Unusable, address
 
 __all__ = ["Loops", "Unusable", "loops"]
@@ -37,7 +37,7 @@ class Loops:
 
     def structure(self, *args: Any) -> None:
         *sides, sums = args
-        g, m = self._buffers(sums.shape[1], np.uint32)
+        g, m = self._buffers(max(sums.shape[1], ROWS_AT_ONCE), np.uint32)
         self._code.call["structure"](*_sides(*sides), *_array(sums), *g, *m)
 
     def _buffers(self, width: int, kind: Any) -> tuple[tuple[int, int], ...]:

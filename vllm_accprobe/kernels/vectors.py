@@ -13,6 +13,7 @@ Not here: what is not finite, and rows or parts of rows that are no multiple of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -78,6 +79,32 @@ def add_rows(
     with builder.if_then(done), _Counted(builder, rows, 1, []) as again:
         d, r, line = places(again.at, sides[2:])
         _finish(builder, d, r, line, size)
+
+
+@emitted
+def add_columns(body: Any, g: Any, m: Any, scales: Any, n: Any, width: Any, sums: Any) -> None:
+    """Adds n rows of ``width`` finite numbers to kernels.structure's sums of each column but how many rows there are.
+
+    g, m: float32, the rows one after the other, ``width`` a multiple of LANES. scales: float64, 1 / |g| of each row.
+    sums: float64 [6 * width]. A column's sums stay in registers while all rows are added, in their order.
+    """
+    builder = body.builder
+    rows, size, total = n.value, width.value, sums.at
+    with _Counted(builder, size, LANES, []) as columns:
+        starts = [builder.mul(size, ir.Constant(_WORD, k)) for k in (0, 1, 2, 3, 5)]
+        cells = [builder.gep(total, [builder.add(start, columns.at)]) for start in starts]
+        with _Counted(builder, rows, 1, [_load(builder, cell, None, _WIDE, 8) for cell in cells]) as loop:
+            at = builder.add(builder.mul(loop.at, size), columns.at)
+            x, y = (builder.fpext(_load(builder, a.at, at, _NARROW, 4), _WIDE) for a in (g, m))
+            scale = _spread(builder, builder.load(builder.gep(scales.at, [loop.at])))
+            d = builder.fmul(builder.fsub(y, x, flags=_SUMS), scale, flags=_SUMS)
+            x = builder.fmul(x, scale, flags=_SUMS)
+            both = builder.fmul(x, d, flags=_SUMS)
+            squares = [builder.fmul(v, v, flags=_SUMS) for v in (d, x, both)]
+            more = [*squares[:2], both, squares[2], d]
+            loop.following = [builder.fadd(s, v, flags=_SUMS) for s, v in zip(loop.sums, more, strict=True)]
+        for cell, value in zip(cells, loop.following, strict=True):
+            builder.store(value, builder.bitcast(cell, _WIDE.as_pointer()), align=8)
 
 
 class _Counted:
@@ -185,11 +212,12 @@ def _finish(builder: Any, q: Any, rel: Any, line: Any, size: Any) -> None:
     rms = _call(builder, "sqrt", builder.fdiv(gg, n))
     scale = builder.select(some, builder.fdiv(ir.Constant(_ONE, 1.0), rms), zero)
     spread = _spread(builder, scale)
-    with _Counted(builder, size, LANES, [_ZERO]) as loop:
+    # Four maxima in turn: one would wait for itself.
+    with _Counted(builder, size, LANES, [_ZERO] * 4) as loop:
         d, r = (_load(builder, array, loop.at, _WIDE, 8) for array in (q, rel))
         least = _call(builder, "minnum", r, builder.fmul(d, spread))
-        loop.following = [_call(builder, "maxnum", loop.sums[0], least)]
-    peak = _fold(builder, loop.following[0], largest=True)
+        loop.following = [*loop.sums[1:], _call(builder, "maxnum", loop.sums[0], least)]
+    peak = _fold(builder, reduce(partial(_call, builder, "maxnum"), loop.following), largest=True)
     without = builder.select(builder.fcmp_ordered(">", top, zero), endless, zero)
     builder.store(builder.select(some, peak, without), cells[10])
     builder.store(builder.select(some, builder.load(cells[7]), ir.Constant(_ONE, -1.0)), cells[7])
@@ -229,7 +257,8 @@ def _prefetch(builder: Any, at: Any) -> None:
 
 
 def _load(builder: Any, array: Any, at: Any, kind: Any, align: int) -> Any:
-    return builder.load(builder.bitcast(builder.gep(array, [at]), kind.as_pointer()), align=align)
+    at = array if at is None else builder.gep(array, [at])
+    return builder.load(builder.bitcast(at, kind.as_pointer()), align=align)
 
 
 def _call(builder: Any, name: str, *values: Any) -> Any:

@@ -143,9 +143,14 @@ def _few(stretch: read.Stretch, rows: np.ndarray) -> bool:
     if len(at) < _LOOKED // 16:
         return False
     at = at[np.linspace(0, len(at) - 1, min(len(at), _LOOKED)).astype(np.int64)]
-    pairs = np.empty(len(at), np.complex128)  # sorted as numbers: rows of two are sorted forty times more slowly
-    pairs.real, pairs.imag = golden[at], mine[at]
-    return len(np.unique(pairs)) < _NEW * len(at)
+    pairs = np.stack([golden[at], mine[at]], axis=1) + 0.0  # -0 is 0
+    words = pairs.view(np.uint64 if pairs.dtype == np.float32 else np.complex128)
+    if (nan := np.isnan(pairs)).any():
+        words = words[~nan.any(axis=1)]
+    # Sorted as words, or as numbers: rows of two are sorted forty times more slowly, and np.unique takes three times.
+    words = np.sort(words, axis=0)
+    different = 1 + int(np.count_nonzero(words[1:] != words[:-1])) + int(nan.any())
+    return different < _NEW * len(at)
 
 
 _MOST_ELEMENTS = 1 << 20
