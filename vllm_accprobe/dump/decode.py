@@ -129,7 +129,8 @@ def object_at(value: Any, *names: str) -> Mapping[str, Any] | None:
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Whether `decode` reads ``value`` as ``kind``, for a reader that has a sentence of its own for what it refuses."""
+    """Whether `decode` reads ``value`` as ``kind``, for who has a sentence of its own for what is refused. kind: a
+    constant, whose reader is kept."""
     try:
         reader(kind)(value, "")
     except DecodeError:

@@ -20,11 +20,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.decode import DecodeError, between, decode, exactly, fits
+from vllm_accprobe.dump.decode import Count, DecodeError, decode, fits
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Stats
@@ -251,6 +251,7 @@ def record_stats(info: Mapping[str, Any], count: int) -> Stats | None:
 
 
 _PLAIN = ("int", "bool", "str", "NoneType", "None")
+_SLICE = tuple[int | None, int | None, int | None]
 _DEEPEST = 6
 
 
@@ -287,7 +288,7 @@ def _value(value: Any, role: str, depth: int) -> Any:
 
 def _tensor(info: Mapping[str, Any], role: str) -> Any:
     shape = info["shape"]
-    if not fits(list[Annotated[int, between(0)]], shape):
+    if not fits(list[Count], shape):
         return {"skipped": "a tensor without a shape", "role": role}
     dtype = torch_dtype(str(info["dtype"]))
     found: dict[str, Any] = {"role": role, "dtype": dtype, "shape": shape, "count": math.prod(shape)}
@@ -314,7 +315,7 @@ def _described(kind: str, value: Any, role: str) -> Any:
         return {"complex": [_float(_as_float(v)) for v in value]}
     if kind == "torch.Size" and fits(list[int], value):
         return {"list": list(value)}
-    if kind == "slice" and fits(Annotated[list[int | None], exactly(3)], value):
+    if kind == "slice" and fits(_SLICE, value):
         return {"slice": list(value)}
     if kind == "ellipsis":
         return {"ellipsis": True}

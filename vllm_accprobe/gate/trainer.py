@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.decode import fits
 from vllm_accprobe.dump.files import bounded_lines
 from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Sender, SendError
@@ -43,7 +42,7 @@ ROLLOUT = ("rollout_log_probs", "rollout_logprobs", "generation_logprobs", "samp
 MASK = ("response_mask", "completion_mask", "token_loss_mask", "loss_mask", "action_mask")
 LENGTH = ("input_lengths", "input_length")
 ANSWERED = ("response_length", "response_lengths")
-_NUMBERS = list[float | bool | None]
+_IDS, _NUMBERS = frozenset[type]((int,)), frozenset[type]((int, float, bool, type(None)))
 NO_JSON = "lines that are no json object"
 NO_LISTS = "lines without token ids and log-probabilities"
 NO_FIT = "lines whose log-probabilities are neither as many as tokens nor as the answer's"
@@ -104,7 +103,7 @@ def read(path: Path, names: Sequence[str] = (*TRAINER, *ROLLOUT)) -> Trained:
 
 def _line(value: dict[str, Any], number: int, names: Sequence[str]) -> TrainerLine | str:
     numbers = _list(value, names, _NUMBERS)
-    prompt, answer, whole = (_list(value, known, list[int]) for known in (PROMPT, ANSWER, WHOLE))
+    prompt, answer, whole = (_list(value, known, _IDS) for known in (PROMPT, ANSWER, WHOLE))
     if numbers is None or (prompt is None and whole is None):
         return NO_LISTS
     if prompt is not None and answer is not None:
@@ -140,13 +139,13 @@ def _name(value: dict[str, Any], number: int) -> str:
     return "".join(c for c in str(found) if "!" <= c <= "~")[:150] or f"t{number:04}"
 
 
-def _list(value: dict[str, Any], names: Sequence[str], kind: Any) -> Any:
-    """The first of ``names`` that is a list of this ``kind`` and not empty; a list in a list of one is unwrapped."""
+def _list(value: dict[str, Any], names: Sequence[str], kinds: frozenset[type]) -> list[Any] | None:
+    """The first of ``names`` that is a list of these ``kinds`` and not empty; a list in a list of one is unwrapped."""
     for name in names:
         found = value.get(name)
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
             found = found[0]
-        if found and fits(kind, found):
+        if isinstance(found, list) and found and set(map(type, found)) <= kinds:
             return found
     return None
 

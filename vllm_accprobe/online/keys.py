@@ -17,6 +17,7 @@ from vllm_accprobe.dump.decode import DecodeError, Text, between, fits, load, ob
 from vllm_accprobe.dump.files import DumpError
 
 _MAX_JSON = 1 << 20
+_Rank = Annotated[int, between(0, (1 << 16) - 1)]
 RECEIVES, SENDS = "run_ut", "tensor"
 _SWITCH = {RECEIVES: "is_online", SENDS: "online_run_ut"}
 _KNOWN = {"nfs_path", "host", "port", "tls_path", "rank_list", "white_list", "black_list", *_SWITCH.values()}
@@ -87,7 +88,7 @@ def _text(found: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
-    if not value or not fits(list[Annotated[int, between(0, (1 << 16) - 1)]], value):
+    if not value or not fits(list[_Rank], value):
         raise DumpError(f"{where}: the ranks are {json.dumps(value)[:40]}, not a list of numbers from 0 on")
     return tuple(sorted(set(value)))
 

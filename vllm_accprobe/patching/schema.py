@@ -18,9 +18,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from vllm_accprobe.dump.decode import at_most, fits
+from vllm_accprobe.dump.decode import fits
 
 AFTER, BEFORE, ENTRY, RETURN = "after", "before", "entry", "return"
 RESULT = "result"
@@ -244,7 +244,7 @@ def _only(table: Mapping[str, Any], known: set[str]) -> None:
 
 def _tables(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     value = table.get(key, [])
-    if not fits(Annotated[list[dict[str, Any]], at_most(_MAX_ITEMS)], value):
+    if not fits(list[dict[str, Any]], value) or len(value) > _MAX_ITEMS:
         raise ValueError(f"{key} is not written as [[{key}]], or too often")
     return value
 
@@ -259,7 +259,7 @@ def _text(table: Mapping[str, Any], key: str, default: str | None = None) -> str
 def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = table.get(key, [])
     items = [value] if isinstance(value, str) else value
-    if not fits(Annotated[list[str], at_most(_MAX_ITEMS)], items) or not all(map(str.strip, items)):
+    if not fits(list[str], items) or len(items) > _MAX_ITEMS or not all(map(str.strip, items)):
         raise ValueError(f"{key} is no text and no list of texts")
     return tuple(v.strip() for v in items)
 
