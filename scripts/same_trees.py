@@ -1,9 +1,10 @@
-"""Proof that code was only moved: python scripts/same_trees.py OLD NEW [--package vllm_accprobe]
+"""Proof that code was only moved: python scripts/same_trees.py OLD NEW [--package vllm_accprobe] [--names]
 
 The problem: a change that merges modules touches thousands of lines, and nobody can see in its diff that no statement
 changed. The idea: of every module of two revisions (of git), each top-level statement becomes a tree without
 docstrings, imports and names: names are numbered in the order in which they occur, and ``module.name`` of our own
-modules counts as ``name``. What was only moved or renamed has an equal tree on the other side. What has none is listed.
+modules counts as ``name``. What was only moved or renamed has an equal tree on the other side. What has none is listed;
+with --names what was renamed is, too: names of two equal trees stand in the same order, and files hold them.
 Not here: whether imports are right (mypy, the tests).
 """
 
@@ -81,8 +82,8 @@ def _modules(tree: ast.Module, known: set[str]) -> set[str]:
     return found
 
 
-def trees(files: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """(file, what the statement is called, its nameless tree)."""
+def trees(files: dict[str, str]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """(file, what the statement is called, its nameless tree, the names in their order)."""
     known = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
     for name, text in files.items():
         tree = ast.parse(text)
@@ -91,7 +92,22 @@ def trees(files: dict[str, str]) -> Iterator[tuple[str, str, str]]:
             if _left_out(node) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
                 continue
             label = getattr(node, "name", None) or ast.unparse(node).split("\n")[0][:60]
-            yield name, label, ast.dump(_Nameless(modules).visit(node))
+            nameless = _Nameless(modules)
+            yield name, label, ast.dump(nameless.visit(node)), list(nameless.numbers)
+
+
+def renamed(old: list[tuple[str, str, str, list[str]]], new: list[tuple[str, str, str, list[str]]]) -> Iterator[str]:
+    """Lines ``old -> new``: files that hold most of another's statements, then classes and functions. A tree that
+    several statements of a side share shows nothing."""
+    alone = [{t: s for s in side for t in (s[2],) if counts[t] == 1}
+             for side in (old, new) for counts in (Counter(s[2] for s in side),)]  # fmt: skip
+    pairs = [(s, alone[1][t]) for t, s in alone[0].items() if t in alone[1]]
+    files, whole = Counter((a[0], b[0]) for a, b in pairs), Counter(a[0] for a, _ in pairs)
+    yield from (f"{a} -> {b}" for (a, b), n in sorted(files.items()) if a != b and 2 * n > whole[a])
+    gone, come = ({s[1] for s in side if s[1].isidentifier()} for side in (old, new))
+    gone, come = gone - come, come - gone
+    names = {(a, b) for x, y in pairs for a, b in zip(x[3], y[3], strict=True) if a == x[1] or a[:1].isupper()}
+    yield from (f"{a} -> {b}" for a, b in sorted(names) if a in gone and b in come)
 
 
 def main() -> int:
@@ -100,14 +116,18 @@ def main() -> int:
     parser.add_argument("old")
     parser.add_argument("new", help='a revision, or "." for the working tree')
     parser.add_argument("--package", default="vllm_accprobe")
+    parser.add_argument("--names", action="store_true", help="list what was renamed instead")
     asked = parser.parse_args()
     sides = [list(trees(sources(r, asked.package))) for r in (asked.old, asked.new)]
-    counts = [Counter(tree for _, _, tree in side) for side in sides]
+    if asked.names:
+        print("\n".join(renamed(*sides)))
+        return 0
+    counts = [Counter(tree for _, _, tree, _ in side) for side in sides]
     different = 0
     for side, other, word in ((0, 1, "only old"), (1, 0, "only new")):
         left = counts[side] - counts[other]
         lines = defaultdict(list)
-        for name, label, tree in sides[side]:
+        for name, label, tree, _ in sides[side]:
             if left[tree] > 0:
                 left[tree] -= 1
                 lines[name].append(label)

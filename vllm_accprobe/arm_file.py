@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.config import Ranges, nearest, parse_ranges, read_globs, read_modules
+from vllm_accprobe.dump.decode import fits
 from vllm_accprobe.whole_file import whole
 
 NAME = "arm.json"
@@ -96,10 +97,10 @@ def parse_selection(value: Any) -> ArmSelection:
         raise ArmFileError("on is true or false")
     for key, item in value.items():
         if key in ("requests", "modules"):
-            if not (isinstance(item, str) or (isinstance(item, list) and all(isinstance(v, str) for v in item))):
+            if not fits(str | list[str], item):
                 raise ArmFileError(f"{key} is a list of globs")
         elif key == "rows":
-            if not (isinstance(item, Mapping) and all(type(v) in (str, int) for v in item.values())):
+            if not fits(dict[str, str | int], item):
                 raise ArmFileError("rows is an object: a request's id, and positions such as '0,31-33'")
         elif key != "on" and type(item) not in (str, int):
             raise ArmFileError(f"{key} is a text such as '0-4,7'")

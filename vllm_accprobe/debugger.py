@@ -25,6 +25,7 @@ from typing import Any
 from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.recording import free_directory
 from vllm_accprobe.config import RUN_ID, ConfigError, ProbeConfig, default_dir, in_ranges, nearest, parse_ranges
+from vllm_accprobe.dump.decode import fits
 
 _TASKS = {"tensor": "tensor", "statistics": "stats", "stats": "stats"}
 _INSTEAD = {
@@ -230,7 +231,7 @@ def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str], se
 def _texts(name: str, value: Any) -> list[str]:
     """A text, or a list of texts; [] of nothing. Raises ConfigError."""
     found = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(found, list) or not all(isinstance(v, str) for v in found):
+    if not fits(list[str], found):
         raise ConfigError(f"{name}={str(value)[:60]}: a list of names is expected")
     return [v for v in found if v]
 

@@ -1,12 +1,14 @@
 """Older names of ours and other tools': each works, in one line says what it is today, and is in no --help."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
 from vllm_accprobe.cli import COMMANDS, aliases, build, main
-from vllm_accprobe.cli.aliases import INSTEAD, MOVED, OTHERS, SAME, is_quiet, of_today
+from vllm_accprobe.cli.aliases import INSTEAD, MOVED, OLDER, OTHERS, SAME, is_quiet, of_today
 from vllm_accprobe.refusals import CommandError
 
 ALL: dict[str, Any] = typer.main.get_command(build()).commands  # type: ignore[attr-defined]
@@ -51,6 +53,12 @@ def today(command: str, words: str) -> str:
 )
 def test_words_of_today(command: str, typed: str, found: str) -> None:
     assert today(command, typed) == found
+
+
+def test_the_page_lists_all_older_names() -> None:
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text(encoding="utf-8")
+    listed = set(re.findall("`(.+?)`", page.partition("## Our own older names")[2].partition("\n## ")[0]))
+    assert {*MOVED, *(old for names in OLDER.values() for old in names)} <= listed
 
 
 @pytest.mark.parametrize(("command", "option"), [(c, o) for c, options in INSTEAD.items() for o in options])

@@ -10,7 +10,21 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 
 import pytest
 
-from vllm_accprobe.dump.decode import Count, DecodeError, Size, at_most, decode, load, one_of, parse, words
+from vllm_accprobe.dump.decode import (
+    Count,
+    DecodeError,
+    Size,
+    Text,
+    at_most,
+    decode,
+    fits,
+    load,
+    object_at,
+    one_of,
+    parse,
+    value_at,
+    words,
+)
 
 
 class Pair(NamedTuple):
@@ -106,3 +120,13 @@ def test_a_file_is_refused_with_its_name(tmp_path: Path, text: str | bytes, said
     if len(text) > 2000:
         with pytest.raises(DecodeError, match="too deep"):
             parse(Whole, text, 1 << 20)
+
+
+def test_what_fits_and_what_is_under_names() -> None:
+    for kind, value in ((list[Text], ["a"]), (str | list[str], "a"), (list[int], []), (dict[str, str | int], {"a": 1})):
+        assert fits(kind, value)
+    for kind, value in ((list[Text], ["a", ""]), (list[Text], "a"), (list[int], [True]), (list[int], None)):
+        assert not fits(kind, value)
+    run = {"model": {"path": "/m", "config": {}}}
+    assert (value_at(run, "model", "path"), value_at(run, "model", "path", "x"), value_at(3, "x")) == ("/m", None, None)
+    assert (object_at(run, "model", "config"), object_at(run, "model", "path"), object_at(None)) == ({}, None, None)

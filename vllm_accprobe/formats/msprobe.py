@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.decode import DecodeError, decode
+from vllm_accprobe.dump.decode import Count, DecodeError, decode, fits
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Stats
@@ -251,7 +251,7 @@ def record_stats(info: Mapping[str, Any], count: int) -> Stats | None:
 
 
 _PLAIN = ("int", "bool", "str", "NoneType", "None")
-_INDEX = (int, type(None))
+_SLICE = tuple[int | None, int | None, int | None]
 _DEEPEST = 6
 
 
@@ -288,7 +288,7 @@ def _value(value: Any, role: str, depth: int) -> Any:
 
 def _tensor(info: Mapping[str, Any], role: str) -> Any:
     shape = info["shape"]
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+    if not fits(list[Count], shape):
         return {"skipped": "a tensor without a shape", "role": role}
     dtype = torch_dtype(str(info["dtype"]))
     found: dict[str, Any] = {"role": role, "dtype": dtype, "shape": shape, "count": math.prod(shape)}
@@ -313,9 +313,9 @@ def _described(kind: str, value: Any, role: str) -> Any:
         return {kind.removeprefix("torch."): value.removeprefix("torch.")}
     if kind == "complex" and isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]:
         return {"complex": [_float(_as_float(v)) for v in value]}
-    if kind == "torch.Size" and isinstance(value, list) and all(type(n) is int for n in value):
+    if kind == "torch.Size" and fits(list[int], value):
         return {"list": list(value)}
-    if kind == "slice" and isinstance(value, list) and len(value) == 3 and all(type(n) in _INDEX for n in value):
+    if kind == "slice" and fits(_SLICE, value):
         return {"slice": list(value)}
     if kind == "ellipsis":
         return {"ellipsis": True}
@@ -417,7 +417,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
     for order, (key, place, leaf) in enumerate(in_order(places)):
         info = leaf.info
         dtype, shape = torch_dtype(str(info.get("dtype"))), info.get("shape")
-        if not isinstance(shape, list) or any(type(n) is not int for n in shape):
+        if shape is None or not fits(list[int], shape):
             dump.skip(place.tap, "record without a shape", step, leaf.role)
             continue
         name = info.get("data_name")

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump.decode import Text, fits
 from vllm_accprobe.dump.files import MAX_LINE, DumpError, bounded_line, bounded_lines
 from vllm_accprobe.judge import distributions, statistic
 
@@ -336,7 +337,7 @@ def _arguments(line: Item) -> list[list[Any]]:
 
 def _messages(value: Any) -> Any:
     """Messages without what no request has (ids, sources, the answer at the end); anything else as it is."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+    if not fits(list[Item], value) or not all(isinstance(m.get("role"), str) for m in value):
         return value
     turns = [{"role": _ROLES.get(m["role"], m["role"].lower()), "content": at(m, "content|prompt")} for m in value]
     while turns and turns[-1]["role"] == "assistant":
@@ -357,7 +358,7 @@ def requests(place: Place, documents: Documents | None = None) -> list[dict[str,
     value = _prompt(item, shape.prompt)
     if isinstance(value, str):
         return [{"prompt": value}]
-    return [{"messages": value}] if isinstance(value, list) and all(isinstance(m, dict) for m in value) else []
+    return [{"messages": value}] if fits(list[Item], value) else []
 
 
 def response(place: Place, documents: Documents | None = None) -> str:
@@ -401,7 +402,7 @@ def _request_of(first: Any) -> dict[str, Any] | None:
             messages = parse(first)
         except ValueError:
             messages = None
-        if isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages):
+        if fits(list[Item], messages) and all("role" in m for m in messages):
             return {"messages": messages}
     return {"prompt": first} if first else None
 
@@ -414,7 +415,7 @@ def _limits(how: dict[str, Any]) -> dict[str, Any]:
     stop = how.get("until")
     stop = [stop] if isinstance(stop, str) else stop
     out: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
-    if isinstance(stop, list) and stop and all(isinstance(s, str) and s for s in stop):
+    if stop and fits(list[Text], stop):
         out["stop"] = stop
     sampling = {k: v for k, v in how.items() if k in _SAMPLING and number(v) is not None and not isinstance(v, bool)}
     return out | sampling

@@ -42,6 +42,7 @@ ROLLOUT = ("rollout_log_probs", "rollout_logprobs", "generation_logprobs", "samp
 MASK = ("response_mask", "completion_mask", "token_loss_mask", "loss_mask", "action_mask")
 LENGTH = ("input_lengths", "input_length")
 ANSWERED = ("response_length", "response_lengths")
+_IDS, _NUMBERS = frozenset[type]((int,)), frozenset[type]((int, float, bool, type(None)))
 NO_JSON = "lines that are no json object"
 NO_LISTS = "lines without token ids and log-probabilities"
 NO_FIT = "lines whose log-probabilities are neither as many as tokens nor as the answer's"
@@ -101,8 +102,8 @@ def read(path: Path, names: Sequence[str] = (*TRAINER, *ROLLOUT)) -> Trained:
 
 
 def _line(value: dict[str, Any], number: int, names: Sequence[str]) -> TrainerLine | str:
-    numbers = _list(value, names, float)
-    prompt, answer, whole = (_list(value, known, int) for known in (PROMPT, ANSWER, WHOLE))
+    numbers = _list(value, names, _NUMBERS)
+    prompt, answer, whole = (_list(value, known, _IDS) for known in (PROMPT, ANSWER, WHOLE))
     if numbers is None or (prompt is None and whole is None):
         return NO_LISTS
     if prompt is not None and answer is not None:
@@ -138,21 +139,15 @@ def _name(value: dict[str, Any], number: int) -> str:
     return "".join(c for c in str(found) if "!" <= c <= "~")[:150] or f"t{number:04}"
 
 
-def _list(value: dict[str, Any], names: Sequence[str], kind: type) -> list[Any] | None:
-    """The first of ``names`` that is a list of numbers; a list in a list of one is unwrapped."""
+def _list(value: dict[str, Any], names: Sequence[str], kinds: frozenset[type]) -> list[Any] | None:
+    """The first of ``names`` that is a list of these ``kinds`` and not empty; a list in a list of one is unwrapped."""
     for name in names:
         found = value.get(name)
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
             found = found[0]
-        if isinstance(found, list) and found and all(_fits(v, kind) for v in found):
+        if isinstance(found, list) and found and set(map(type, found)) <= kinds:
             return found
     return None
-
-
-def _fits(value: Any, kind: type) -> bool:
-    if isinstance(value, bool):
-        return kind is not int
-    return isinstance(value, int) or (kind is float and (isinstance(value, float) or value is None))
 
 
 def _number(value: dict[str, Any], names: Sequence[str]) -> int | None:
@@ -177,10 +172,10 @@ def _aligned(numbers: list[Any], n: int, answered: int) -> list[float | None] | 
 def _kept(value: dict[str, Any], n: int, start: int) -> list[bool]:
     """Which tokens are no padding."""
     kept = [True] * n
-    mask = _list(value, ("attention_mask",), float)
+    mask = _list(value, ("attention_mask",), _NUMBERS)
     if mask is not None and len(mask) == n:
         kept = [bool(v) for v in mask]
-    mask = _list(value, ("prompt_mask",), float)
+    mask = _list(value, ("prompt_mask",), _NUMBERS)
     if mask is not None and len(mask) == start:
         kept[:start] = [bool(v) for v in mask]
     length = _number(value, LENGTH)
@@ -189,7 +184,7 @@ def _kept(value: dict[str, Any], n: int, start: int) -> list[bool]:
 
 def _counted(value: dict[str, Any], n: int, start: int) -> list[bool] | None:
     """Which tokens the model chose itself, by the trainer's mask; None without one."""
-    mask = _list(value, MASK, float)
+    mask = _list(value, MASK, _NUMBERS)
     if mask is None:
         return None
     flags = [bool(v) for v in mask]

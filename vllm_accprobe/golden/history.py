@@ -20,7 +20,7 @@ from typing import Any
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.pair import was_compared
 from vllm_accprobe.comparison.result import FAIL, CompareError, Comparison
-from vllm_accprobe.dump.decode import object_at, object_in
+from vllm_accprobe.dump.decode import object_at, object_in, value_at
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.io.pack_file import is_pack, verify
 from vllm_accprobe.golden.estimated import ESTIMATED, OTHER_MATRIX, compared_sides
@@ -145,9 +145,8 @@ def _joined(models: dict[tuple[str, str], list[_Found]]) -> list[list[_Found]]:
 
 def manifest_text(manifest: object, *keys: str) -> str:
     """A text in a manifest, which a stranger wrote: "" where it is none, cut at 60 characters."""
-    for key in keys:
-        manifest = manifest.get(key) if isinstance(manifest, dict) else None
-    return manifest[:_TEXT] if isinstance(manifest, str) and manifest.isprintable() else ""
+    text = value_at(manifest, *keys)
+    return text[:_TEXT] if isinstance(text, str) and text.isprintable() else ""
 
 
 _VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|b|rc|post|dev)(\d*))?", re.I)

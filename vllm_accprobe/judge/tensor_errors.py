@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
@@ -209,17 +210,9 @@ class RowErrors:
     gain: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """What a pair says of its rows. row, err: the first row with the largest error. rel: the largest; ratio: the one
-    furthest from 1; prefill, decode: the largest rel of each phase. None where there is no such row."""
-
-    row: int = 0
-    err: float | None = None
-    rel: float | None = None
-    ratio: float | None = None
-    prefill: float | None = None
-    decode: float | None = None
+WorstRow = tuple[int, "float | None", dict[str, Any]]
+"""(the first row with the largest error, its error, what a pair says of its rows: the largest relative error, the norm
+ratio furthest from 1); None and nothing where there are no rows."""
 
 
 def row_errors(
@@ -292,9 +285,9 @@ def rows_of(errors: RowErrors, at: slice | np.ndarray) -> RowErrors:
     return RowErrors(*(getattr(errors, name)[at] for name in RowErrors.__slots__))
 
 
-def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:
-    """A Worst of each, without the phases: those with as many rows are searched together."""
-    out = [Worst()] * len(found)
+def worst_of_each(found: Sequence[RowErrors]) -> list[WorstRow]:
+    """Of each: those with as many rows are searched together."""
+    out: list[WorstRow] = [(0, None, {}) for _ in found]
     by_rows: dict[int, list[int]] = defaultdict(list)
     for i, errors in enumerate(found):
         by_rows[len(errors.err)].append(i)
@@ -305,6 +298,6 @@ def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:
         lines = np.arange(len(these))
         at, far = err.argmax(axis=1), np.abs(ratio - 1.0).argmax(axis=1)
         columns = at, err[lines, at], rel.max(axis=1), ratio[lines, far]
-        for i, *values in zip(these, *(x.tolist() for x in columns), strict=True):
-            out[i] = Worst(*values)
+        for i, row, most, rel_most, furthest in zip(these, *(x.tolist() for x in columns), strict=True):
+            out[i] = row, most, {"worst_row_rel_l2": rel_most, "worst_row_norm_ratio": furthest}
     return out

@@ -29,7 +29,7 @@ import orjson
 import xxhash
 
 from vllm_accprobe.dump import files
-from vllm_accprobe.dump.decode import Count, DecodeError, at_most, between, decode, load, object_at, object_in, parse
+from vllm_accprobe.dump.decode import Count, DecodeError, at_most, between, decode, load, object_in, parse, value_at
 from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, open_regular
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
@@ -565,7 +565,7 @@ def _world(journal: Path) -> int:
     """The number of ranks by a journal's first line, 0 where it does not say."""
     try:
         _, lines, _ = next(files.journal_lines(journal, 1), (0, [], 0))
-        n = (object_at(json.loads(lines[0] if lines else b"{}")) or {}).get("world_size")
+        n = value_at(json.loads(lines[0] if lines else b"{}"), "world_size")
     except (OSError, ValueError, RecursionError):
         return 0
     return n if type(n) is int and 0 < n <= MOST_RANKS else 0
@@ -573,7 +573,7 @@ def _world(journal: Path) -> int:
 
 def _chosen(run: Path) -> list[tuple[int, int]]:
     """The ranges of ranks that a probe was set to."""
-    ranks = (object_at(object_in(run, _FIRST_LINE), "probe") or {}).get("ranks")
+    ranks = value_at(object_in(run, _FIRST_LINE), "probe", "ranks")
     with contextlib.suppress(DecodeError):
         return [(low, high) for low, high in decode(list[tuple[int, int]], ranks)]
     return []

@@ -11,11 +11,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from vllm_accprobe.dump.decode import DecodeError, Text, between, fits, load, object_at
 from vllm_accprobe.dump.files import DumpError
 
 _MAX_JSON = 1 << 20
+_Rank = Annotated[int, between(0, (1 << 16) - 1)]
 RECEIVES, SENDS = "run_ut", "tensor"
 _SWITCH = {RECEIVES: "is_online", SENDS: "online_run_ut"}
 _KNOWN = {"nfs_path", "host", "port", "tls_path", "rank_list", "white_list", "black_list", *_SWITCH.values()}
@@ -49,17 +51,13 @@ class Keys:
 def read_keys(path: Path, block: str) -> Keys:
     """block: RECEIVES or SENDS. Raises DumpError, one line."""
     try:
-        with path.open("rb") as f:
-            text = f.read(_MAX_JSON + 1)
-        tree = json.loads(text) if len(text) <= _MAX_JSON else None
+        tree = load(dict[str, Any], path, _MAX_JSON)
     except OSError as error:
         raise DumpError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise DumpError(f"{path} is no JSON object")
-    found = tree.get(block)
-    if not isinstance(found, dict):
+    except DecodeError:
+        raise DumpError(f"{path} is no JSON object") from None
+    found = object_at(tree, block)
+    if found is None:
         raise DumpError(f'{path} has no "{block}" block, which says where the connection goes')
     if found.get(_SWITCH[block]) is not True:
         raise DumpError(f"{path}: {block}.{_SWITCH[block]} is not true: this configuration is not for an online check")
@@ -90,7 +88,7 @@ def _text(found: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or any(type(r) is not int or not 0 <= r < 1 << 16 for r in value):
+    if not value or not fits(list[_Rank], value):
         raise DumpError(f"{where}: the ranks are {json.dumps(value)[:40]}, not a list of numbers from 0 on")
     return tuple(sorted(set(value)))
 
@@ -100,7 +98,7 @@ def _globs(found: Mapping[str, Any], where: str) -> tuple[str, ...]:
     made: list[str] = []
     for key, sign in (("white_list", ""), ("black_list", "!")):
         names = found.get(key) or []
-        if not isinstance(names, list) or any(not isinstance(n, str) or not n for n in names):
+        if not fits(list[Text], names):
             raise DumpError(f"{where}.{key} is no list of names")
         made += [sign + form for n in names for form in (n, f"*.{n}", f"*.{n}.*")]
     return tuple(made)

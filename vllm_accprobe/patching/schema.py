@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import fits
+
 AFTER, BEFORE, ENTRY, RETURN = "after", "before", "entry", "return"
 RESULT = "result"
 """Root of a value path at ``return``: what the function returns."""
@@ -242,7 +244,7 @@ def _only(table: Mapping[str, Any], known: set[str]) -> None:
 
 def _tables(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     value = table.get(key, [])
-    if not isinstance(value, list) or len(value) > _MAX_ITEMS or not all(isinstance(v, dict) for v in value):
+    if not fits(list[dict[str, Any]], value) or len(value) > _MAX_ITEMS:
         raise ValueError(f"{key} is not written as [[{key}]], or too often")
     return value
 
@@ -257,8 +259,7 @@ def _text(table: Mapping[str, Any], key: str, default: str | None = None) -> str
 def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = table.get(key, [])
     items = [value] if isinstance(value, str) else value
-    whole = isinstance(items, list) and len(items) <= _MAX_ITEMS
-    if not whole or not all(isinstance(v, str) and v.strip() for v in items):
+    if not fits(list[str], items) or len(items) > _MAX_ITEMS or not all(map(str.strip, items)):
         raise ValueError(f"{key} is no text and no list of texts")
     return tuple(v.strip() for v in items)
 

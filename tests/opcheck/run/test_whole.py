@@ -115,6 +115,10 @@ def test_resume_refuses_what_was_begun_otherwise(tmp_path: Path, capsys: pytest.
         f.write("\n")
     assert main(again) == 2
     assert "a dump that has changed since" in capsys.readouterr().err
+    for text, said in (('{"job": 3}', "cannot be read"), ('{"job": {', "cannot be read"), ('{"job": {}}', "options")):
+        (out / "opcheck.json").write_text(text)
+        assert main(again) == 2
+        assert said in capsys.readouterr().err
     assert (out / "opcheck.csv").read_bytes() == done
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_accprobe.align.mapping import ROPE, Rename, RoleRule, Rules, Source, TapRule
 from vllm_accprobe.dump.block_code import FORWARD, output_of, parsed
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import object_at, value_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 
 TRANSFORMERS, VLLM = "transformers", "vLLM"
@@ -26,7 +26,7 @@ TRANSFORMERS, VLLM = "transformers", "vLLM"
 def engine(run: Mapping[str, Any], taps: Iterable[str]) -> str:
     """Which engine a dump is of, by run.json and else by its taps; "" where neither tells."""
     versions = object_at(run, "versions") or {}
-    if (object_at(run, "engine") or {}).get("runner") == "accprobe.Probe":
+    if value_at(run, "engine", "runner") == "accprobe.Probe":
         return TRANSFORMERS if "transformers" in versions else ""
     if "vllm" in versions:
         return VLLM
@@ -254,7 +254,7 @@ def stored_otherwise(theirs: Any, own: Any) -> dict[str, tuple[TapRule, ...]]:
                 parts = [RoleRule(r, (Source(tap, r),), heads=(groups, heads // groups)) for r in roles]
                 found[tap] = (_rule("query, key, value ← those of each group of heads", tap, *parts),)
         elif tap in modules and (known := object_at(modules[tap].attrs, FORWARD)) is not None:
-            child, number = output_of(parsed((object_at(module.attrs, FORWARD) or {}).get(OUTPUT))) or ("", 0)
+            child, number = output_of(parsed(value_at(module.attrs, FORWARD, OUTPUT))) or ("", 0)
             one_layer = own_classes.get(f"{tap}.{child}", "").endswith("Linear")  # which is the same in both
             if child and not number and OUTPUT not in known and one_layer:
                 found[tap] = (_rule(f"output ← {child}'s", tap, _one(OUTPUT, f"{tap}.{child}", OUTPUT)),)

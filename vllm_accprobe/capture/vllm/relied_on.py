@@ -21,6 +21,8 @@ from typing import Any
 
 Release = tuple[int, ...]
 """(0, 11) or (0, 14, 1)."""
+OLDEST, NEWEST = (0, 11), (0, 33)
+"""Releases whose source was compared with the table, or that were run."""
 V1, V2, WORKER = "V1", "V2", "worker"
 
 

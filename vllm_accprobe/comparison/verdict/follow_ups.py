@@ -17,7 +17,7 @@ from vllm_accprobe.align.tokens import AFTER_FLIP
 from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.result import PARTLY, WHOLE, Comparison
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import value_at
 from vllm_accprobe.judge.near_ties import ROWS_AFTER, UNKNOWN
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, SIBLING_OUTLIER
@@ -36,7 +36,7 @@ class DumpFacts:
 
     def of(self, part: str, field: str) -> Any:
         """A field of a part of run.json; None where it is not there, as in another tool's dump."""
-        return (object_at(self.run, part) or {}).get(field)
+        return value_at(self.run, part, field)
 
     @property
     def ours(self) -> bool:

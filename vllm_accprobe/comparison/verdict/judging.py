@@ -44,7 +44,7 @@ from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.runner_inputs import notes as state_notes
 from vllm_accprobe.comparison.verdict import origin_entries, pair_status
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import value_at
 from vllm_accprobe.dump.record_table import LazyTable
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
@@ -76,7 +76,7 @@ from vllm_accprobe.judge.tensor_errors import (
     NONFINITE,
     RowErrors,
     TensorErrors,
-    Worst,
+    WorstRow,
     alike,
     row_errors,
     rows_of,
@@ -357,20 +357,18 @@ class LimitCheck:
 
     # --- one number per tensor ---------------------------------------------------------------------------------
 
-    def worst(self, parts: Sequence[Part], errors: Sequence[RowErrors]) -> list[Worst]:
-        return [self._with_phases(w, p, e) for w, p, e in zip(worst_of_each(errors), parts, errors, strict=True)]
-
-    def _with_phases(self, worst: Worst, part: Part, errors: RowErrors) -> Worst:
-        phase = part.phase
-        if phase == MIXED and len(errors.rel) == len(part.rows):
-            decode = part.rows.decode
-            both = float(errors.rel[~decode].max()), float(errors.rel[decode].max())
-        elif phase is None:
-            return worst
-        else:
-            first = float(errors.rel[0]) if len(errors.rel) != len(part.rows) else worst.rel
-            both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
-        return Worst(worst.row, worst.err, worst.rel, worst.ratio, *both)
+    def worst(self, parts: Sequence[Part], errors: Sequence[RowErrors]) -> list[WorstRow]:
+        """With the largest relative error of each phase."""
+        found = worst_of_each(errors)
+        for (_, _, worst), part, error in zip(found, parts, errors, strict=True):
+            phase, rel, own = part.phase, error.rel, len(error.rel) == len(part.rows)
+            if phase == MIXED and own:
+                decode = part.rows.decode
+                worst |= {"prefill_rel_l2": float(rel[~decode].max()), "decode_rel_l2": float(rel[decode].max())}
+            elif phase is not None:
+                most = worst.get("worst_row_rel_l2") if own else float(rel[0])
+                worst |= {f"{p}_rel_l2": most for p in ("prefill", "decode") if phase in (p, MIXED)}
+        return found
 
     def floor_of(
         self, key: tuple[str, str, int], phase: str | None, worst: float | None, limit: float, model: float | None
@@ -457,7 +455,7 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
                 origins[tap] = max(worst, origins.get(tap, 0.0))
     sides = ([p.dtype_golden for p in result.pairs], [p.dtype_mine for p in result.pairs])
     units = [flow_unit(str(d) for d in side) for side in sides]
-    model, dtype = (str((object_at(result.golden_run, "model") or {}).get(k) or "") for k in ("class", "dtype"))
+    model, dtype = (str(value_at(result.golden_run, "model", k) or "") for k in ("class", "dtype"))
     source = FLOAT32 if 0 < units[0] < units[1] else SECOND_RUN
     return Calibration(floors, origins, model[:500], dtype[:50], (run,), source)
 
@@ -908,7 +906,7 @@ class _Judge:
         metrics = iter(definition.metrics_of_each([p.table for p in parts if p.table is not None]))
         worst = check.worst(parts, [error for _, error, *_ in compared])
         for (part, error, (limit, _, rounding), note), w in zip(compared, worst, strict=True):
-            floor = check.floor_of(unit.key, part.phase, w.rel, limit.row, rounding)
+            floor = check.floor_of(unit.key, part.phase, w[2].get("worst_row_rel_l2"), limit.row, rounding)
             numbers = None if part.table is None else next(metrics)
             pair = pair_status.make_pair(unit, part, error, limit, setting, w, numbers, floor, note)
             self.log.add(pair, part.rows, error.err)

@@ -28,7 +28,7 @@ from vllm_accprobe.comparison.pair import FAIL, NOT_JUDGED, PASS, SKIP, Pair
 from vllm_accprobe.dump.record_table import LazyTable, column
 from vllm_accprobe.dump.schema import DECODE, PREFILL
 from vllm_accprobe.judge import near_ties
-from vllm_accprobe.judge.tensor_errors import RowErrors, Worst, describe, value_and_limit
+from vllm_accprobe.judge.tensor_errors import RowErrors, WorstRow, describe, value_and_limit
 from vllm_accprobe.kernels.formulas import Metrics
 from vllm_accprobe.standards.limits import Limits
 
@@ -108,17 +108,17 @@ def _unread(
 
 
 def make_pair(
-    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, worst: Worst,
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, worst: WorstRow,
     metrics: Metrics | None, floor: Floor, note: str = "",
 ) -> Pair:  # fmt: skip
     """Of a part that was read, or judged by statistics. metrics: None where values were not read. note: said behind
     everything else."""
-    err, rows = worst.err, len(errors.err)
+    (row, err, of_rows), rows = worst, len(errors.err)
     wrong = err is not None and not err <= limits.row
     request = at = None
     if len(part.rows) and err is not None and err > 0 and rows == len(part.rows):
-        request, at = setting.name(int(part.rows.keys[worst.row]))
-    decided = value_and_limit(errors, worst.row, limits) if part.table is not None and rows else None
+        request, at = setting.name(int(part.rows.keys[row]))
+    decided = value_and_limit(errors, row, limits) if part.table is not None and rows else None
     clause = describe(*decided) if wrong and decided is not None else ""
     if wrong and part.table is None:
         clause = f"{part.by or 'statistics'} differ"
@@ -134,14 +134,11 @@ def make_pair(
         **_names(unit, part),
         shape=part.feature if part.whole else (len(part.rows), *part.feature),
         **numbers,
-        worst_row_rel_l2=worst.rel,
-        worst_row_norm_ratio=worst.ratio,
+        **of_rows,
         status=FAIL if wrong else PASS,
         message=messages.join(clause, part.replicas, part.note, note),
         rows=None if part.whole else len(part.rows),
         phase=part.phase,
-        prefill_rel_l2=worst.prefill,
-        decode_rel_l2=worst.decode,
         worst_request=request,
         worst_position=at,
         limit=limits.row,

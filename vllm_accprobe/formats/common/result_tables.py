@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from xml.parsers import expat
 
+from vllm_accprobe.dump.decode import object_at, value_at
 from vllm_accprobe.dump.files import DumpError, bounded_lines
 from vllm_accprobe.formats.common import sglang_logs
 from vllm_accprobe.formats.msprobe import place_of
@@ -235,10 +236,10 @@ def _sglang_rows(path: Path) -> Iterator[Columns]:
             line = json.loads(raw)
         except (ValueError, RecursionError):
             raise DumpError(f"{path}: line {number} is no json; is it whole?") from None
-        kind = str(line.get("type")).removeprefix("comparison_") if isinstance(line, dict) else ""
+        kind = str(value_at(line, "type")).removeprefix("comparison_")
         if kind not in ("comparison", "tensor", "skip", "non_tensor", "error"):
             continue
-        diff, place = (line[k] if isinstance(line.get(k), dict) else {} for k in ("diff", "location"))
+        diff, place = (object_at(line, k) or {} for k in ("diff", "location"))
         checks = line["replicated_checks"] if isinstance(line.get("replicated_checks"), list) else []
         failed = bool(line.get("errors") or line.get("warnings"))
         failed |= any(not isinstance(c, dict) or c.get("passed") is not True for c in checks)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import Text, fits, value_at
 from vllm_accprobe.run.launcher import PLUGIN
 
 ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-cc": "--compilation-config",
@@ -452,7 +453,7 @@ def _compilation(command: ServeCommand, offered: Offered) -> ServerSetting | Non
         fields: list[tuple[str, str, Any]] = [("mode", "mode", 0), ("graphs", "cudagraph_mode", "NONE")]
         fields += [(name, f"pass_config.{name}", False) for name in offered.passes]
         for name, path, value in fields:
-            now = _inside(config, path)
+            now = value_at(config, *path.split("."))
             if now != value or type(now) is not type(value):
                 edit = Edit(fields=((CC, path, value),))
                 parts.append(ServerSetting(f"compilation: {name}", _shown(now), _shown(value), edit))
@@ -570,13 +571,6 @@ def partial(axis: ServerSetting, names: Sequence[str]) -> ServerSetting:
     return replace(axis, parts=tuple(p for p in axis.parts if p.name in set(names)))
 
 
-def _inside(made: dict[str, Any], path: str) -> Any:
-    value: Any = made
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
 def _shown(value: Any) -> str:
     return "as by default" if value is None else value if isinstance(value, str) else json.dumps(value)
 
@@ -647,8 +641,7 @@ def _axis(entry: Any, where: str, command: ServeCommand) -> ServerSetting | None
 
 
 def _words(name: str, what: Any, plain: str | None, where: str, command: ServeCommand) -> ServerSetting | None:
-    good = isinstance(what, list) and what and all(isinstance(w, str) and w and "\0" not in w for w in what)
-    if not good or plain is not None:
+    if not what or not fits(list[Text], what) or "\0" in "".join(what) or plain is not None:
         raise BisectError(f"--switches {where}: words is a list of texts that make the command plain, without plain")
     if all(word in command.words for word in what):
         return None

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_accprobe.dump.decode import fits, value_at
 from vllm_accprobe.dump.schema import OWN_REQUEST
 from vllm_accprobe.gate.sending.prompts import SAMPLING, PromptLine
 
@@ -161,7 +162,7 @@ def _completion(answer: Any) -> _Read:
     elif isinstance(logprobs, dict):
         chosen = [_number(v) for v in logprobs.get("token_logprobs") or []]
         tops = [_top(list((t or {}).items())) for t in logprobs.get("top_logprobs") or []]
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    cached = value_at(details, "cached_tokens")
     return prompt, choice.get("token_ids"), chosen, tops, choice.get("finish_reason"), cached
 
 
@@ -188,8 +189,8 @@ def _scored(answer: Any, first: int) -> _Read:
 
 def ids_in(answer: Any) -> list[int] | None:
     """The token ids of an answer of /tokenize."""
-    found = answer.get("tokens") if isinstance(answer, dict) else None
-    return found if isinstance(found, list) and all(type(i) is int for i in found) else None
+    found = value_at(answer, "tokens")
+    return found if fits(list[int], found) else None
 
 
 def _number(value: Any) -> float | None:
@@ -287,7 +288,7 @@ class Sender:
                 f"{self.url}/v1/models names no model ({status}): is it an OpenAI-compatible server?"
             ) from None
         _, version = self.exchange("GET", "/version")
-        known = {"version": version.get("version") if isinstance(version, dict) else None, "model": model}
+        known = {"version": value_at(version, "version"), "model": model}
         return replace(self, model=model), known | {"max_model_len": first.get("max_model_len")}
 
     def healthy(self) -> bool:

@@ -22,8 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from vllm_accprobe.dump.decode import Text, TokenId, fits
 from vllm_accprobe.dump.files import bounded_lines
 
 NAME = "default"
@@ -211,6 +212,9 @@ def read(source: str, note: Callable[[str], object] | None = None) -> list[Promp
     return _named(found)
 
 
+_Message = Annotated[dict[str, Any], lambda message: "" if isinstance(message.get("role"), str) else "a message"]
+
+
 def _lines(path: Path) -> Iterator[PromptLine]:
     with path.open("rb") as f:
         begin = f.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -261,13 +265,11 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
             raise PromptsError(f"{where}: images is a list of files or URLs beside a prompt that is a text")
         parts = [{"type": "image_url", "image_url": {"url": _image(i, where, folder)}} for i in images]
         messages, text = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], None
-    if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)):
+    if ids is not None and not fits(list[TokenId], ids):
         raise PromptsError(f"{where}: token_ids is a list of numbers")
     if text is not None and not isinstance(text, str):
         raise PromptsError(f"{where}: prompt is a text or a list of token ids")
-    if messages is not None and not (
-        isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-    ):
+    if messages is not None and not fits(list[_Message], messages):
         raise PromptsError(f"{where}: messages is a list of objects with role and content")
     data_set = "conversations" in value  # whose other fields are no parameters
     parameters, ignored = ({}, ()) if data_set else _parameters(value, where, messages is not None)
@@ -275,7 +277,7 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
     if limit is not None and (type(limit) is not int or limit < 1):
         raise PromptsError(f"{where}: max_tokens is a number from 1 on")
     stop = [stop] if isinstance(stop, str) else stop
-    if stop is not None and not (isinstance(stop, list) and all(isinstance(s, str) and s for s in stop)):
+    if stop is not None and not fits(list[Text], stop):
         raise PromptsError(f"{where}: stop is a text or a list of texts")
     return PromptLine(
         _name(value.get("id"), where),
@@ -329,7 +331,7 @@ def _name(value: Any, where: str) -> str:
 
 def _conversation(turns: Any, where: str) -> list[dict[str, Any]]:
     """ShareGPT's turns up to the last question; the answers before it are part of the prompt."""
-    if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
+    if not fits(list[dict[str, Any]], turns) or not all(isinstance(t.get("value"), str) for t in turns):
         raise PromptsError(f"{where}: conversations is a list of objects with from and value")
     messages = [{"role": _ROLES.get(str(t.get("from")), "user"), "content": t["value"]} for t in turns]
     while messages and messages[-1]["role"] != "user":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import fits
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.client import Sender, ids_in, refusal
 from vllm_accprobe.gate.sending.prompts import RENDERING, PromptLine, PromptsError
@@ -144,7 +145,7 @@ def _read(path: Path) -> dict[str, Rendered]:
         except (TypeError, KeyError, AttributeError):
             continue
         ids = ids_in({"tokens": ids})
-        strings = isinstance(pieces, list) and all(isinstance(p, str) for p in pieces) and len(pieces) == len(ids or ())
+        strings = fits(list[str], pieces) and len(pieces) == len(ids or ())
         if isinstance(name, str) and (ids or isinstance(refused, str)):
             found[name] = Rendered(tuple(ids or ()), tuple(pieces) if strings else None, None if ids else refused)
     return found

@@ -25,7 +25,7 @@ from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
 from vllm_accprobe.dump.block_code import FORWARD, INSIDE
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import object_at, value_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
@@ -577,7 +577,7 @@ class Neighbours:
         if what.cls in KINDS:
             inner = {child: parameters.of(rank, f"{tap}.{child}") for child in _WITH_WEIGHTS}
             extra["inner_params"] = {f"{child}.{n}": t for child, of in inner.items() for n, t in of.items()}
-            extra["wide_state"] = (object_at(dump.run, "engine") or {}).get("state_dtype") == "float32"
+            extra["wide_state"] = value_at(dump.run, "engine", "state_dtype") == "float32"
         if what.cls.endswith("LoRA"):
             extra |= self._adapters(rank, tap, step, n)
         extra |= self._inside(rank, tap, (step, n))

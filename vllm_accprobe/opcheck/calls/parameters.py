@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import re
 from bisect import bisect_right
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.dump.decode import decode, load, object_in
 from vllm_accprobe.dump.journal import LOADED, NO_LIVES, PACKED, RELOAD, SYNC, WAKE, Lives, is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.record_table import of_sites
@@ -139,12 +138,10 @@ class Checkpoint:
         self._config: Mapping[str, Any] | None = None
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            if index.stat().st_size > _MAX_JSON:
-                raise ValueError(f"{index} is too large")
-            named = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-            for name, file in named.items():
-                if "/" not in str(file) and "\\" not in str(file):
-                    self._files[str(name)] = directory / str(file)
+            named = load(dict[str, Any], index, _MAX_JSON).get("weight_map", {})
+            for name, file in decode(dict[str, str], named, f"{index}: weight_map").items():
+                if "/" not in file and "\\" not in file:
+                    self._files[name] = directory / file
         else:
             for path in sorted(directory.glob("*.safetensors")):
                 for name in self._handle(path).keys():  # noqa: SIM118  a handle is no dict

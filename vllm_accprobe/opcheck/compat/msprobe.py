@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.dump.decode import Text, fits
 from vllm_accprobe.opcheck.compat import CompatError
 from vllm_accprobe.opcheck.plain_csv import inert
 from vllm_accprobe.standards.msprobe import api_of
@@ -227,7 +228,7 @@ def _note(key: str) -> str:
 
 
 def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+    if not fits(list[Text], value):
         raise CheckConfigError(f'{path}: {key} is no list of API names; for example ["conv1d", "linear"]')
     return tuple(value)
 

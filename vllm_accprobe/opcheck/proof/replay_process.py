@@ -30,7 +30,7 @@ from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.notes import with_effects
 from vllm_accprobe.comparison.result import FAIL, PARTLY, WHOLE, Comparison
 from vllm_accprobe.comparison.store import MEASURED
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import value_at
 from vllm_accprobe.dump.reader import run_json
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
@@ -243,4 +243,4 @@ def _both_captured(request: ReplayRequest) -> bool:
 
 def _captured(run: dict[str, Any]) -> bool:
     """Whether a model was captured, by our probe, with its values."""
-    return run.get("tool") == "accprobe" and (object_at(run, "probe") or {}).get("task") == "tensor"
+    return run.get("tool") == "accprobe" and value_at(run, "probe", "task") == "tensor"

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from vllm_accprobe.dump.decode import decode
+
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
-_LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit",
-          "operations", "op_csv", "within")  # fmt: skip
-"""Fields that Job got later; empty ones are left out of its JSON, so that what was begun before them goes on."""
+_FIRST = ("dump", "model", "ops", "ids", "against", "golden", "standard", "kl", "backward", "seed", "save")
+"""Fields that are always in its JSON. Others are left out while empty, so that what was begun before them goes on."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,15 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        return {k: v for k, v in asdict(self).items() if v or k not in _LATER}
+        return {k: v for k, v in asdict(self).items() if v or k in _FIRST}
 
     def on(self, device: str) -> Job:
         """The same for one of its devices."""
         return replace(self, devices=(device,))
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Job:
-        lists = ("ops", "ids", "batch", "load", "attributes", "devices", "white", "black", "operations")
-        return cls(**{**tree, **{k: tuple(tree[k]) for k in lists if k in tree}})
+    def from_json(cls, tree: Any) -> Job:
+        return decode(cls, tree)
 
 
 Tap = tuple[int, str, str]

@@ -35,7 +35,7 @@ from vllm_accprobe.comparison.weight_places import (
     due_rows,
     numbers,
 )
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import value_at
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import LOAD, NO_LIVES, WeightPrint
@@ -191,7 +191,7 @@ def _against_checkpoint(
     wrong: dict[str, list[tuple[tuple[int, str, str], WeightPrint, RowsFound, bool]]] = defaultdict(list)
     right: Counter[str] = Counter()
     read, begun = 0, time.monotonic()
-    turned = str((object_at(dump.run, "model") or {}).get("class")).startswith(_TURNED)
+    turned = str(value_at(dump.run, "model", "class")).startswith(_TURNED)
     for place, states in side.states.items():
         state = states[0]
         p = state.given

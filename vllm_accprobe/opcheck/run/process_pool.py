@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended, own_stdout
+from vllm_accprobe.dump.decode import DecodeError, load
 from vllm_accprobe.opcheck.run.job import STORED, TOGETHER, Job, Tap
 from vllm_accprobe.opcheck.run.result_row import ERROR, CheckResult, unchecked
 from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
@@ -236,6 +237,7 @@ def main() -> None:
 
 __all__ = ["CheckedRun", "RunError", "run"]
 
+_MOST_SETTINGS = 64 << 20
 PART, DONE, SETTINGS = "opcheck.csv.part", "opcheck.csv", "opcheck.json"
 
 
@@ -292,11 +294,11 @@ def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
         part.unlink(missing_ok=True)
         return []
     try:
-        before = json.loads(settings.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        before = load(dict[str, dict[str, Any]], settings, _MOST_SETTINGS)
+    except (OSError, DecodeError):
         raise RunError(f"--resume: {settings} cannot be read; start again without --resume") from None
     if before != json.loads(json.dumps(identity)):
-        then, now = before["job"], json.loads(json.dumps(identity["job"]))
+        then, now = before.get("job", {}), json.loads(json.dumps(identity["job"]))
         changed = [k for k in {**then, **now} if then.get(k) != now.get(k)]
         options = ", ".join(_SAID.get(k, k) for k in changed)
         what = f"other options ({options})" if changed else "a dump that has changed since"
