@@ -11,7 +11,7 @@ import torch
 from vllm_accprobe.capture.core import rows as rowmaps
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, StepState
+from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, Site, StepState
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import REQUEST
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -118,6 +118,33 @@ def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path:
     assert np.array_equal(read(dump, "output.dense"), np.arange(40.0, dtype=np.float32).reshape(8, 5)[kept])
     assert np.array_equal(read(dump, "output.wide"), np.arange(24.0, dtype=np.float32).reshape(3, 8)[:, kept])
     assert np.array_equal(read(dump, "output.strided"), np.arange(80).reshape(8, 10)[kept, ::2])
+
+
+def test_steps_whose_rows_take_turns_share_decisions_and_keep_their_own_rows(sink: Sink, tmp_path: Path) -> None:
+    forms = [[(0, 1), (3, 5)], [(1, 2)], [(0, 5)], *([(0, k)] for k in range(1, 5)), [(2, 3)], [(3, 4)], [(2, 4)]]
+    spaces: list[Space] = []
+    session = Session(ProbeConfig(), sink, Layouts({}, 0, 1), lambda line: None, lambda part, rows: spaces[-1])
+    sites: dict[str, Site] = {}
+    made: dict[int, list[Site]] = {}
+    order = [0, 1, 2] * 3 + [*range(len(forms))] + [0]
+    for step, which in enumerate(order):
+        segments = [Segment(0, start, stop - start, start) for start, stop in forms[which]]
+        spaces.append(Space("tokens", 5, 5, list(forms[which]), segments))
+        sink.step(Step(step))
+        state = StepState(step, True)
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = (torch.arange(20.0).view(5, 4) + step).to(dtype)
+            session.take(state, sites, "m", "M", "output.0", 0, tensor, LANGUAGE)
+        made.setdefault(which, []).append(sites["output.0"])
+    assert all(len({id(site) for site in made[which][:3]}) == 1 for which in range(3))
+    assert len(sites["output.0"].earlier) <= 8
+    dump = closed(sink, tmp_path)
+    records = sorted(dump.records, key=lambda r: (r.step, r.dtype))
+    assert len(records) == 2 * len(order)
+    for record in records[1::2]:
+        rows = [row for start, stop in forms[order[record.step]] for row in range(start, stop)]
+        whole = np.arange(20.0, dtype=np.float32).reshape(5, 4) + record.step
+        assert np.array_equal(dump.read(record), whole[rows]), record
 
 
 @pytest.mark.parametrize("sink", [False], indirect=True)

@@ -110,17 +110,19 @@ class Site:
 
     ranges: wanted [start, stop) along dimension ``dim``, None for all. head: what the template was made from. direct:
     the wanted bytes lie one after the other, ``offset`` bytes behind the tensor's first one. bytes_at: gives them at an
-    address. pieces: (offset, bytes) of each range among them, whose sums are added up, as in a compiled graph.
+    address. pieces: (offset, bytes) of each range among them, whose sums are added up, as in a compiled graph. earlier:
+    decisions of the role by what they hold for, since prefills and decodes take turns.
     """
 
     __slots__ = (
-        "_dense", "bytes_at", "contiguous", "dim", "direct", "dtype", "dtype_name", "form", "head", "lazy", "nbytes",
-        "offset", "part", "pieces", "ranges", "shape", "space", "template", "view",
+        "_dense", "bytes_at", "contiguous", "dim", "direct", "dtype", "dtype_name", "earlier", "form", "head", "lazy",
+        "nbytes", "offset", "part", "pieces", "ranges", "shape", "space", "template", "view",
     )  # fmt: skip
 
     def __init__(
         self, tensor: torch.Tensor, template: TensorTemplate, scratch: Scratch, head: TensorHead | None = None,
         ranges: Ranges = None, dim: int = 0, space: str | None = None, form: RowForm | None = None, part: Part = None,
+        known: Site | None = None,
     ) -> None:  # fmt: skip
         self.dtype, self.shape = tensor.dtype, tensor.shape
         self.contiguous = tensor.is_contiguous()
@@ -137,6 +139,7 @@ class Site:
             sizes = [(stop - start) * row for start, stop in ranges]
             self.pieces = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
         self.bytes_at = scratch.bytes_at(self.nbytes)
+        self.earlier: dict[Any, Site] = {} if known is None else known.earlier
         self._dense: torch.Tensor | None = None
 
     def selected(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -153,8 +156,13 @@ class Site:
         dense = self._dense
         if dense is None:
             dense = self._dense = scratch.dense(self.template.shape, self.dtype)
-        tensor, at = tensor.detach(), 0
-        for start, stop in ((0, tensor.shape[self.dim]),) if self.ranges is None else self.ranges:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if self.ranges is None:
+            dense.copy_(tensor)
+            return dense.data_ptr()
+        at = 0
+        for start, stop in self.ranges:
             dense.narrow(self.dim, at, stop - start).copy_(tensor.narrow(self.dim, start, stop - start))
             at += stop - start
         return dense.data_ptr()
@@ -180,6 +188,8 @@ def address(tensor: torch.Tensor) -> int:
 
 Sites = dict[str, Site]
 """By role: what is known of one tap's tensors."""
+_EARLIER = 8
+"""Decisions of one role that are kept."""
 
 
 class StepState:
@@ -630,26 +640,36 @@ class Session:
         if not is_plain(tensor):
             self.sink.skip(tap, "not a plain tensor", role)
             return None
+        form = None if part is OPERATOR else _NEVER if name is None else state.forms.get(name, _NEVER)
+        contiguous, key = tensor.is_contiguous(), None
+        view = None if part is OPERATOR or contiguous else view_of(tensor)
+        if form is not _NEVER and not isinstance(part, Space):
+            key = part, name, form, tensor.dtype, shape, contiguous, view, mutated
+            if known is not None and (site := known.earlier.get(key)) is not None:
+                site.form, sites[role] = form, site
+                return site
         dtype = DTYPE_NAMES[tensor.dtype]
         ranges: Ranges = None
         wanted = tuple(shape)
         if space is not None and not isinstance(part, Space) and not (space.whole and shape[dim] == space.src):
             ranges = space.ranges
             wanted = (*wanted[:dim], space.n, *wanted[dim + 1 :])
-        form = None if part is OPERATOR else _NEVER if name is None else state.forms.get(name, _NEVER)
         nbytes = math.prod(wanted) * tensor.element_size()
         rows = None if space is None else space.name
         if part == VISION and self.encoder_share() is not None:
             layout: dict[str, Any] | None = Layout(OWN, "tp", *self.layouts.place).to_event()
         else:
             layout = None if part is OPERATOR else self.layout_event(tap, role, shape)
-        view = None if part is OPERATOR or tensor.is_contiguous() else view_of(tensor)
         head = TensorHead(tap, cls, role, rows, dim, layout, mutated, view=view)
         if known is not None and known.head == head:
             template = known.template.reshaped(dtype, wanted, nbytes)
         else:
             template = template_of(head, dtype, wanted, nbytes)
-        site = sites[role] = Site(tensor, template, self.sink.scratch, head, ranges, dim, name, form, part)
+        site = sites[role] = Site(tensor, template, self.sink.scratch, head, ranges, dim, name, form, part, known)
+        if key is not None:
+            if len(site.earlier) >= _EARLIER:
+                site.earlier.clear()
+            site.earlier[key] = site
         return site
 
     def announce(self, state: StepState, space: Space) -> None:
