@@ -97,8 +97,8 @@ class BlockArrival:
     columns: np.ndarray
 
 
-RECENT = 4096
-"""Chosen: ended requests that are known at least, 0.2 KB each; a step has fewer."""
+RECENT = 1024
+"""Chosen: ended requests that are known at least, and at most as many more, 0.3 KB each; a step has fewer."""
 
 
 class Schedule:
