@@ -293,6 +293,7 @@ def batches(bounds: Bounds, model: Path) -> list[Row]:
     for name in ("bare", "probed"):
         dump, out = bounds.work / f"dump-{name}", bounds.work / f"{name}.jsonl"
         env = os.environ | ENV | ONE_THREAD | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+        env |= {"PYTHONMALLOC": "malloc"}
         if name == "probed":
             env |= probed(dump, ARMED="0", MAX_GB="8", PARTS="input,output")
         words = [str(Path(__file__).with_name("soak_batches.py")), model, out, bounds.seed, bounds.requests, int(share)]

@@ -3,14 +3,16 @@
 The problem: what a served request is computed with depends on what arrives at the same time, so two servers cannot be
 compared to the bit under load. The idea: the same batches, one after the other, in one process: each step computes the
 same rows in both runs, and tokens and log-probabilities must be equal to the bit. Before every second batch the
-selection changes, as `accprobe arm` would write it. A line of JSON per batch goes to a file: answers, memory, threads,
-open files.
+selection changes, as `accprobe arm` would write it. A line of JSON per batch goes to a file: answers, live memory (what
+malloc has not got back; free parts of its heap change by 7 MB, and the writer takes up to six blocks of 4 MB when the
+disk is slow), threads, open files. PYTHONMALLOC=malloc is set for it.
 
     python scripts/soak_batches.py MODEL OUT SEED COUNT SECONDS     # the dump is VLLM_ACCPROBE_DIR's
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -24,6 +26,18 @@ import soak
 from vllm_accprobe import arm_file
 
 BATCH = 40
+_ALLOCATOR = ctypes.CDLL(None)
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _fields_ = [(f"_{i}", ctypes.c_size_t) for i in range(4)] + [
+        (name, ctypes.c_size_t) for name in ("mapped", "_5", "_6", "used", "_8", "_9")
+    ]
+
+
+_ALLOCATOR.mallinfo2.restype = MallInfo
 
 
 def main() -> None:
@@ -54,8 +68,8 @@ def main() -> None:
             ]  # fmt: skip
             del done
             gc.collect()  # vLLM's answers are circles, and Python waits for a quarter of a million objects more
-            info = process.memory_info()
-            sample = [at + len(asks), info.rss - info.shared, process.num_threads(), process.num_fds()]
+            info = _ALLOCATOR.mallinfo2()
+            sample = [at + len(asks), info.used + info.mapped, process.num_threads(), process.num_fds()]
             lines.write(json.dumps({"sample": sample, "answers": answers}) + "\n")
             lines.flush()
 

@@ -13,7 +13,6 @@ Not here: when a line is written (writer.py), what stands in it (journal.py), wh
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -32,7 +31,7 @@ from vllm_accprobe.dump.files import HeaderEntry, entry_key, entry_room, numbere
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, SCHEMA, Payload
-from vllm_accprobe.dump.stats import StatsCell, in_words
+from vllm_accprobe.dump.stats import MEMORY, StatsCell, in_words
 
 
 def amend_graphs(root: Path, facts: dict[str, Any]) -> None:
@@ -48,13 +47,9 @@ def amend_graphs(root: Path, facts: dict[str, Any]) -> None:
 
 def digest(parts: Sequence[tuple[int, int]]) -> str:
     """xxh3-128 over the memory regions (address, bytes) one after the other, 32 hex digits."""
-    if len(parts) == 1 and parts[0][1]:
-        address, nbytes = parts[0]
-        return xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address))
     hasher = xxhash.xxh3_128()
     for address, nbytes in parts:
-        if nbytes:
-            hasher.update((ctypes.c_char * nbytes).from_address(address))
+        hasher.update(MEMORY[address : address + nbytes])
     return hasher.hexdigest()
 
 

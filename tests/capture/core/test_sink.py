@@ -1,6 +1,7 @@
 """The sink: row maps that the device corrects, rows along any dimension, lines that wait. What else it stores, and what
 it may not: ../test_same_bytes.py."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,3 +178,20 @@ def test_pending_lines_beyond_the_budget_end_the_capture(sink: Sink, tmp_path: P
     dump = open_dump(tmp_path)
     assert dump.problems == ["rank 0: capture stopped early: budget of 0 bytes spent"]
     assert [r.role for r in dump.records] == ["output.0"]
+
+
+def test_a_thousand_forms_of_a_tensor_leave_nothing_behind(tmp_path: Path) -> None:
+    sink = Sink(ProbeConfig(task="statistics"), tmp_path, 0, {}, lambda reason: None)
+    take, zeros = taker(sink), torch.zeros(3000)
+
+    def objects(rows: range) -> int:
+        for n in rows:
+            take("output.0", zeros[:n])
+            sink.step(Step(n))
+        assert sink.writer.flush()
+        gc.collect()
+        return len(gc.get_objects())
+
+    more = -objects(range(100, 1000)) + objects(range(1000, 2000))
+    sink.close("test")
+    assert more < 1000

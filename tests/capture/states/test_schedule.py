@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RESUMED, STATE, CacheGroup, Schedule
+from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RECENT, RESUMED, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import FOREIGN, FREED, STALE, STRANGE
 from vllm_accprobe.dump.schema import Image
@@ -202,3 +202,21 @@ def test_accepted_tokens_are_known_of_steps_that_generate() -> None:
     assert schedule.requests["a"].accepted is None  # the step before was the prompt's
     begun(schedule, 2, counts={"a": 4}, starts={"a": 5})
     assert schedule.requests["a"].accepted == 2
+
+
+def test_of_ended_requests_those_stay_that_a_block_may_name() -> None:
+    schedule, writer = Schedule([PAGED], 10), np.full(10, -1)
+    for number in range(3 * RECENT):
+        new = NewRequest(f"r{number}", range(4), 4, (), salt=f"s{number}")
+        table = [[1]] if number == 5 else [[2]]
+        begun(schedule, number, {new.name: table}, counts={new.name: 4}, new=[new])
+        if number == 7:
+            writer[2] = 7  # the bytes of block 2 are still its
+        if number != 9:
+            schedule.ended([new.name])
+        schedule.forget([writer])
+    assert sorted(set(schedule.names) - set(range(RECENT, 3 * RECENT))) == [5, 7, 9]
+    assert schedule.names.keys() == schedule.done.keys() == schedule.req.keys()
+    assert len(schedule.names) <= 2 * RECENT + 3
+    assert schedule.contexts[schedule.context[1]] == ("", "s5")
+    assert len(schedule.contexts) <= RECENT + 3

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from odd_server import completion, odd
 
 from vllm_accprobe.gate.sending import passes, replies
-from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import Reply, Sender, SendError, ServerLost
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
@@ -171,3 +172,19 @@ def test_what_is_no_url(url: str) -> None:
     with pytest.raises(SendError, match="--url") as e:
         Sender(url)
     assert "secret" not in str(e.value)
+
+
+def test_what_was_answered_is_read_again_without_its_log_probabilities(tmp_path: Path) -> None:
+    path = tmp_path / replies.pass_name(0)
+    writer = replies.ReplyWriter(path)
+    for i in range(100):
+        top = [([7 * j + k for k in range(20)], [-0.001 * (i + j + k) for k in range(20)]) for j in range(32)]
+        writer.add(Reply(f"p{i}", 0.0, 1.0, [1, 2], [7] * 32, [-0.25] * 32, top, refused="odd" if i == 3 else None))
+    writer.close()
+    tracemalloc.start()
+    assert replies.answered(path) == {f"p{i}" for i in range(100)}
+    assert [name for name, why in replies.refusals(tmp_path, 0).items() if why] == ["p3"]
+    assert replies.read_pass(tmp_path, 0)["p4"] == Reply("p4", 0.0, 1.0, [1, 2], [7] * 32)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < path.stat().st_size / 2

@@ -15,7 +15,6 @@ Not here: which rows are which (rows.py), blocks and files (dump/writer.py), wha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import math
@@ -51,7 +50,7 @@ from vllm_accprobe.dump.schema import (
     StepGraph,
     Stop,
 )
-from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
+from vllm_accprobe.dump.stats import MEMORY, StatsCell, Sums, moments_at, warm_up
 from vllm_accprobe.dump.writer import DumpCheckpoint, RankWriter
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -72,20 +71,16 @@ LAZY = frozenset(("float32", "float64", "complex64", "complex128"))
 
 _NEVER: RowForm = ("never",)
 """Of a site that must be decided anew for each tensor: no step has such rows."""
-_VIEWS = 4096
-"""Sizes of tensors that are remembered."""
 _PENDING = 64
 """Lines that are queued together, at most."""
 _STRIDED = torch.strided
 
 
 class Scratch:
-    """One buffer for all tensors that do not lie in memory as they are written, valid until the next one, and views of
-    memory by their size: making the type costs more than hashing the bytes."""
+    """One buffer for all tensors that do not lie in memory as they are written, valid until the next one."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(1 << 20, dtype=torch.uint8)
-        self._views: dict[int, Callable[[int], Any]] = {0: lambda address: b""}
 
     def dense(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor in the buffer."""
@@ -94,34 +89,25 @@ class Scratch:
             self._bytes = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
         return self._bytes[:nbytes].view(dtype).view(tuple(shape))
 
-    def bytes_at(self, nbytes: int) -> Callable[[int], Any]:
-        """Gives the ``nbytes`` bytes at an address."""
-        view = self._views.get(nbytes)
-        if view is None:
-            if len(self._views) >= _VIEWS:
-                self._views = {0: self._views[0]}
-            view = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
-        return view
-
 
 class Site:
     """What was decided of the tensors of one role at one place. Holds for ``part``, ``dtype``, ``shape``, tensors that
     are as ``contiguous``, and steps whose rows of the kind ``space`` have the form ``form`` (None: whatever they are).
 
     ranges: wanted [start, stop) along dimension ``dim``, None for all. head: what the template was made from. direct:
-    the wanted bytes lie one after the other, ``offset`` bytes behind the tensor's first one. bytes_at: gives them at an
-    address. pieces: (offset, bytes) of each range among them, whose sums are added up, as in a compiled graph. earlier:
-    decisions of the role by what they hold for, since prefills and decodes take turns.
+    the wanted bytes lie one after the other, ``offset`` bytes behind the tensor's first one. pieces: (offset, bytes) of
+    each range among them, whose sums are added up, as in a compiled graph. earlier: decisions of the role by what they
+    hold for, since prefills and decodes take turns.
     """
 
     __slots__ = (
-        "_dense", "bytes_at", "contiguous", "dim", "direct", "dtype", "dtype_name", "earlier", "form", "head", "lazy",
-        "nbytes", "offset", "part", "pieces", "ranges", "shape", "space", "template", "view",
+        "_dense", "contiguous", "dim", "direct", "dtype", "dtype_name", "earlier", "form", "head", "lazy", "nbytes",
+        "offset", "part", "pieces", "ranges", "shape", "space", "template", "view",
     )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, template: TensorTemplate, scratch: Scratch, head: TensorHead | None = None,
-        ranges: Ranges = None, dim: int = 0, space: str | None = None, form: RowForm | None = None, part: Part = None,
+        self, tensor: torch.Tensor, template: TensorTemplate, head: TensorHead | None = None, ranges: Ranges = None,
+        dim: int = 0, space: str | None = None, form: RowForm | None = None, part: Part = None,
         known: Site | None = None,
     ) -> None:  # fmt: skip
         self.dtype, self.shape = tensor.dtype, tensor.shape
@@ -138,7 +124,6 @@ class Site:
             row = tensor.stride(0) * tensor.element_size()
             sizes = [(stop - start) * row for start, stop in ranges]
             self.pieces = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
-        self.bytes_at = scratch.bytes_at(self.nbytes)
         self.earlier: dict[Any, Site] = {} if known is None else known.earlier
         self._dense: torch.Tensor | None = None
 
@@ -349,7 +334,7 @@ class Sink:
         a line only if they are no longer those that it saw, and ``changed`` gets which is true. line: False where hash
         and statistics are all.
         """
-        digest: str = self._hash(site.bytes_at(address))
+        digest: str = self._hash(MEMORY[address : address + site.nbytes])
         if before is not None:
             different = before.digest is not None and digest != before.digest
             if changed is not None:
@@ -391,7 +376,7 @@ class Sink:
 
     def parameter(self, template: TensorTemplate, tensor: torch.Tensor) -> None:
         """Stores a parameter."""
-        site = Site(tensor, template, self.scratch)
+        site = Site(tensor, template)
         if self.direct:
             self.take(site, site.address(tensor, self.scratch), None, 0, 0)
         else:
@@ -665,7 +650,7 @@ class Session:
             template = known.template.reshaped(dtype, wanted, nbytes)
         else:
             template = template_of(head, dtype, wanted, nbytes)
-        site = sites[role] = Site(tensor, template, self.sink.scratch, head, ranges, dim, name, form, part, known)
+        site = sites[role] = Site(tensor, template, head, ranges, dim, name, form, part, known)
         if key is not None:
             if len(site.earlier) >= _EARLIER:
                 site.earlier.clear()

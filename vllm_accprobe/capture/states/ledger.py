@@ -194,7 +194,7 @@ class Findings:
 
     def number(self, number: int) -> str:
         """As the client calls the request of the ledger's ``number``; "" for none."""
-        return self.name(self.schedule.names[number]) if 0 <= number < len(self.schedule.names) else ""
+        return self.name(self.schedule.names[number]) if number in self.schedule.names else ""
 
     def bytes(
         self, layer: Any, found: Mismatch, ledger: GroupLedger, reader: tuple[int, int] | None, step: int,
@@ -754,6 +754,7 @@ class BlockLedger:
         """Requests get no more rows; the last step's are computed."""
         for one in self.schedule.ended(names):
             self._ended(one)
+        self.schedule.forget([ledger.writer for ledger in self.groups])
 
     def _ended(self, one: ScheduledRequest) -> None:
         """All its blocks are checked a last time, before others get it."""

@@ -97,6 +97,10 @@ class BlockArrival:
     columns: np.ndarray
 
 
+RECENT = 1024
+"""Chosen: ended requests that are known at least, and at most as many more, 0.3 KB each; a step has fewer."""
+
+
 class Schedule:
     """The ledger of one engine. groups: of the cache; blocks: in all; loads: a connector may bring blocks from outside
     the engine."""
@@ -105,7 +109,7 @@ class Schedule:
         self.groups = list(groups)
         self.loads = loads
         self.requests: dict[str, ScheduledRequest] = {}
-        self.names: list[str] = []
+        self.names: dict[int, str] = {}
         self.gen = np.zeros(blocks, np.int64)
         self.taker = np.full(blocks, -1, np.int64)
         self.taken = np.full(blocks, -1, np.int64)
@@ -117,11 +121,14 @@ class Schedule:
         """By group, for which column of its owner's table a block was assigned."""
         self.context = np.zeros(blocks, np.int32)
         """Index into ``contexts`` of the owner's."""
-        self.contexts: list[tuple[str, str]] = [("", "")]
+        self.contexts: dict[int, tuple[str, str]] = {0: ("", "")}
         """(adapter, salt) of requests; the first one is that of requests that have neither."""
-        self.done: list[int] = []
+        self._context_of = {("", ""): 0}
+        self._next = self._next_context = 0
+        self._most = 2 * RECENT
+        self.done: dict[int, int] = {}
         """By number, how many positions a request has computed, those of this step included."""
-        self.req: list[int] = []
+        self.req: dict[int, int] = {}
         """By number, what the capture calls a request, -1 where it does not."""
         self.holders = np.zeros(blocks, np.int32)
         """How many requests have the block in their table."""
@@ -133,7 +140,22 @@ class Schedule:
         found = [self.requests.pop(name) for name in names if name in self.requests]
         for one in found:
             self._holds(one, -1)
+            self.suspects.discard(one.name)
         return found
+
+    def forget(self, writers: Sequence[np.ndarray]) -> None:
+        """Frees what is known of ended requests and their contexts, where no block has them: as its owner, or as who
+        wrote last, ``writers`` [blocks]. RECENT ones stay, which numbers on their way from a device may name."""
+        if len(self.names) < self._most:
+            return
+        live = list(self.requests.values())
+        used = {one.number for one in live}.union(*(of.tolist() for of in (self.taker, *writers)))
+        for number in [n for n in self.names if n < self._next - RECENT and n not in used]:
+            del self.names[number], self.done[number], self.req[number]
+        contexts = {0, *(one.context for one in live), *self.context.tolist()}
+        self.contexts = {n: context for n, context in self.contexts.items() if n in contexts}
+        self._context_of = {context: n for n, context in self.contexts.items()}
+        self._most = len(self.names) + RECENT
 
     def _holds(self, one: ScheduledRequest, by: int) -> None:
         for table in one.tables:
@@ -196,15 +218,16 @@ class Schedule:
         return arrivals, np.concatenate(fresh) if fresh else np.empty(0, np.int64)
 
     def _new(self, name: str, new: NewRequest | None) -> ScheduledRequest:
-        one = self.requests[name] = ScheduledRequest(name, len(self.names), None if new is None else new.prompt, [], [])
-        self.names.append(name)
-        self.done.append(0)
-        self.req.append(-1)
+        number, prompt = self._next, None if new is None else new.prompt
+        self._next += 1
+        one = self.requests[name] = ScheduledRequest(name, number, prompt, [], [])
+        self.names[number], self.done[number], self.req[number] = name, 0, -1
         if new is not None:
             context = new.adapter, new.salt
-            if context not in self.contexts:
-                self.contexts.append(context)
-            one.context, one.images = self.contexts.index(context), new.images
+            if context not in self._context_of:
+                self._next_context += 1
+                self.contexts[self._next_context], self._context_of[context] = context, self._next_context
+            one.context, one.images = self._context_of[context], new.images
         return one
 
     def _give(self, one: ScheduledRequest, g: int, columns: np.ndarray, step: int) -> np.ndarray:

@@ -9,7 +9,6 @@ Not here: how bits are mixed (dump/weight_sums.py), which tensors, and when (his
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ import torch
 import xxhash
 
 from vllm_accprobe.dump import weight_sums as mixing
+from vllm_accprobe.dump.stats import MEMORY
 
 CHUNK = 1 << 22
 """Elements that are mixed at a time on a device: 32 MB of integers, thrice."""
@@ -55,7 +55,7 @@ def raw_bytes(tensor: torch.Tensor) -> int | None:
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return None
-    return xxhash.xxh3_128_intdigest((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
+    return xxhash.xxh3_128_intdigest(MEMORY[tensor.data_ptr() : tensor.data_ptr() + nbytes])
 
 
 def sums_of(tensor: torch.Tensor) -> RowSums:

@@ -362,8 +362,9 @@ def _count(about: dict[str, Any], out: Path) -> dict[str, int]:
     """Counts what the files hold into send.json; gives the reasons of refusals."""
     reasons: dict[str, int] = {}
     first: dict[str, str] = {}
-    for one, found in zip(about["passes"], replies.read(out).passes, strict=True):
-        refused = [r.refused for r in found.values() if r.refused is not None]
+    for index, one in enumerate(about["passes"]):
+        found = replies.refusals(out, index)
+        refused = [why for why in found.values() if why is not None]
         one["answered"], one["refused"] = len(found) - len(refused), len(refused)
         for why in refused:
             why = first.setdefault(_NUMBER.sub("", why), why)

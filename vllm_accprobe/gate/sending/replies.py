@@ -91,7 +91,8 @@ def lines(path: Path) -> Iterator[Any]:
 
 SCHEMA = 1
 SEND, PROMPTS = "send.json", "prompts.jsonl"
-_NAMES = tuple(f.name for f in fields(Reply))
+_NAMES = frozenset(f.name for f in fields(Reply))
+_BARE = _NAMES - {"logprobs", "top", "margins"}
 
 
 class FolderError(Exception):
@@ -133,8 +134,13 @@ def read(out: Path) -> Sent:
 
 
 def read_pass(out: Path, index: int) -> dict[str, Reply]:
-    """The replies of one pass, by the prompt's id. Raises OSError."""
-    return _by_name(out / pass_name(index))
+    """The replies of one pass, by the prompt's id, without log-probabilities: 3 KB each, not 60. Raises OSError."""
+    return {reply.name: reply for reply in _replies(out / pass_name(index), _BARE)}
+
+
+def refusals(out: Path, index: int) -> dict[str, str | None]:
+    """By the prompt's id, why one pass has no answer to it; None where it has one. Raises OSError."""
+    return {reply.name: reply.refused for reply in _replies(out / pass_name(index), _BARE)}
 
 
 def read_about(out: Path) -> dict[str, Any]:
@@ -164,23 +170,25 @@ def write_about(out: Path, about: dict[str, Any]) -> None:
 def answered(path: Path) -> set[str]:
     """The ids in a pass's file, which is cut to its whole lines. Raises OSError."""
     cut(path)
-    return set(_by_name(path))
+    return {reply.name for reply in _replies(path, _BARE)}
 
 
 def cut(path: Path) -> None:
     """Takes a torn last line away, so that lines can be added. Raises OSError."""
-    raw = path.read_bytes() if path.exists() else b""
-    end = raw.rfind(b"\n") + 1
-    if end < len(raw):
-        os.truncate(path, end)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        torn = sum(len(raw) for raw in file if not raw.endswith(b"\n"))
+    if torn:
+        os.truncate(path, path.stat().st_size - torn)
 
 
 def _by_name(path: Path) -> dict[str, Reply]:
     return {reply.name: reply for reply in _replies(path)}
 
 
-def _replies(path: Path) -> Iterator[Reply]:
-    """Each whole line that is a reply."""
+def _replies(path: Path, names: frozenset[str] = _NAMES) -> Iterator[Reply]:
+    """Each whole line that is a reply, of which ``names`` are kept."""
     if not path.exists():
         return
     for raw in bounded_lines(path):
@@ -191,7 +199,7 @@ def _replies(path: Path) -> Iterator[Reply]:
             top = value.get("top")
             if top is not None:
                 value["top"] = [(ids, values) for ids, values in top]
-            yield Reply(**{k: v for k, v in value.items() if k in _NAMES})
+            yield Reply(**{k: v for k, v in value.items() if k in names})
         except (ValueError, RecursionError, TypeError, AttributeError):
             continue
 
