@@ -175,29 +175,36 @@ def _compared(pairs: Pairs, element: float) -> dict[str, ModuleCover]:
     given = ~pairs.those("role", lambda role: role.startswith(("input", "param."))) & ~pairs.having("status", SKIP)
     at = np.flatnonzero(given)
     taps, tap = pairs.numbered("tap", at)
-    places = (pairs.column(name) for name in ("step", "rank", "call", "rows", "limit", "shape"))
-    each = list(zip(tap.tolist(), *([values[i] for i in at.tolist()] for values in places), strict=True))
-    calls: dict[tuple[Any, ...], int] = {}
-    forms: dict[tuple[Any, ...], int] = {}
-    for i, (*call, rows, limit, shape) in enumerate(each):
-        own, n = tuple(call), 1 if rows is None else rows
-        if calls.get(own, -1) < n:
-            calls[own] = n
-        forms.setdefault((call[0], limit, shape[1:]), i)
+    call, form = tap, tap
+    for name in ("step", "rank", "call"):
+        call = _joint(call, pairs.numbered(name, at)[1])
+    rows = pairs.numbers("rows")[at]
+    most = np.full(int(call.max(initial=-1)) + 1, -np.inf)
+    np.maximum.at(most, call, np.where(np.isnan(rows), 1, rows))
+    owner = tap[np.unique(call, return_index=True)[1]]
+    counts = np.bincount(owner, minlength=len(taps)).tolist()
+    sums = np.bincount(owner, most, len(taps)).astype(np.int64).tolist()
+    shapes, shape = pairs.numbered("shape", at)
+    features = {feature: i for i, feature in enumerate(dict.fromkeys(own[1:] for own in shapes))}
+    shape = np.array([features[own[1:]] for own in shapes], np.int64)[shape]
+    for column in (pairs.numbered("limit", at)[1], shape):
+        form = _joint(form, column)
     limits: dict[int, tuple[str, float, float]] = {}
-    for (which, own_limit, feature), i in forms.items():
-        cls, row, column = limits.get(which, (pairs[at[i]].cls, 0.0, 0.0))
-        limit = own_limit or 0.0
-        width = math.prod(feature)
+    for i in np.sort(np.unique(form, return_index=True)[1]).tolist():
+        which, pair = int(tap[i]), pairs[at[i]]
+        cls, row, column = limits.get(which, (pair.cls, 0.0, 0.0))
+        limit = pair.limit or 0.0
+        width = math.prod(pair.shape[1:])
         limits[which] = cls, max(row, limit), max(column, min(limit * element, limit * math.sqrt(width)))
-    counts: Counter[int] = Counter(which for which, *_ in calls)
-    sums: Counter[int] = Counter()
-    for (which, *_), n in calls.items():
-        sums[which] += n
     return {
         taps[which]: ModuleCover(cls, counts[which], sums[which], 0, row, column, row)
         for which, (cls, row, column) in limits.items()
     }
+
+
+def _joint(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """A number for each pair of equal numbers."""
+    return np.unique(one * (int(other.max(initial=0)) + 1) + other, return_inverse=True)[1]
 
 
 def to_plain(found: Mapping[str, ModuleCover]) -> dict[str, list[Any]]:

@@ -208,10 +208,10 @@ class Pairs(LazyTable[Pair]):
 
     def numbered(self, name: str, at: np.ndarray) -> tuple[list[Any], np.ndarray]:
         """(the different values of the pairs ``at``, as they come; int64 [at], which of them each has)."""
-        values = self.column(name)
-        known: dict[Any, int] = {}
-        which = [known.setdefault(values[i], len(known)) for i in at.tolist()]
-        return list(known), np.array(which, np.int64)
+        values, of = self._numbered(name)
+        used, first, which = np.unique(of[at], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        return [values[i] for i in used[order].tolist()], np.argsort(order)[which]
 
     @cached_property
     def failed(self) -> np.ndarray:

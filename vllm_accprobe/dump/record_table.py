@@ -216,10 +216,10 @@ class TensorSites:
 
     def whole(self, line: bytes, e: Event) -> tuple[int, Event]:
         """The same of a line that was parsed. Raises ValueError for a ``tensor`` or ``param`` event that is none."""
-        number, head = self.number(TensorSite.of_line(e, self._layouts)), line[: line.find(_CUT)]
+        number = self.number(TensorSite.of_line(e, self._layouts))
+        head, _, tail = _PARTED(line)
         with contextlib.suppress(ValueError):  # a head is an object of its own, and says all but what may follow it
-            known = orjson.loads(head + b"}")
-            same = known.keys() == e.keys() - _OWN and TensorSite.of_line(known, self._layouts) == self.all[number]
+            same = self.tails([tail]) is not None and orjson.loads(head + b"}").keys() == e.keys() - _OWN
             if same and len(self._heads) < _MOST_HEADS:
                 self._heads[head] = number
         return number, e

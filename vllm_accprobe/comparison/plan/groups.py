@@ -10,9 +10,9 @@ joining plans (align/ranks.py), which places are compared (make_plan.py), measur
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -330,7 +330,7 @@ def merged(
     sides: tuple[PlacedRecords, PlacedRecords], which: tuple[np.ndarray, np.ndarray], joining: Joining
 ) -> tuple[Groups, Groups]:
     """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
-    usual = _row_dims([*sides[0].sites(which[0]).items(), *sides[1].sites(which[1]).items()])
+    usual = cache(lambda: _row_dims([*sides[0].sites(which[0]).items(), *sides[1].sites(which[1]).items()]))
     found = []
     for side, (placed, own) in enumerate(zip(sides, which, strict=True)):
         hints, hint = _hints(sides[1 - side], which[1 - side], placed.step[own], joining, side)
@@ -387,12 +387,14 @@ def _square(shape: tuple[int, ...], dim: int) -> bool:
 
 
 def _plan(
-    placed: PlacedRecords, group: int, hint: TensorSite | None, usuals: Mapping[int, int], widths: Mapping[str, int]
-) -> Form:
+    placed: PlacedRecords, group: int, hint: TensorSite | None, usuals: Callable[[], Mapping[int, int]],
+    widths: Mapping[str, int],
+) -> Form:  # fmt: skip
     first, members = placed.pieces(group)
-    dim, usual = first.row_dim, usuals.get(len(first.shape))
-    if usual is not None and usual != dim and _square(first.shape, dim) and usual < len(first.shape):
-        dim = usual if first.shape[usual] == first.shape[dim] else dim
+    dim = first.row_dim
+    if _square(first.shape, dim):
+        usual = usuals().get(len(first.shape), dim)
+        dim = usual if usual < len(first.shape) and first.shape[usual] == first.shape[dim] else dim
     other = None
     alike = None if hint is None else _of_rank(hint.shape, len(first.shape))
     if hint is not None and alike is not None:

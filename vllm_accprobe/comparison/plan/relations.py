@@ -223,6 +223,8 @@ Links = dict[Key, "tuple[Key, str]"]
 def links_of(units: Sequence[Unit]) -> Links:
     """The links of all inputs of a plan that have one; keys are mine's."""
     order = {u.key: u.order for u in units}
+    if not any(kind_of(role) == INPUT for _, role, _ in order):
+        return {}
     sides = []
     for side in (GOLDEN, MINE):
         groups = {u.key: Groups.of(getattr(u, side)) for u in units}
