@@ -90,9 +90,12 @@ def _forked_only() -> None:
 
 
 def _load() -> None:
-    """Nothing that imports numba: vLLM 0.32's first engine walks over all modules and stumbles over llvmlite's."""
+    """What a server imports, and what each would do anew: vLLM's kernels for a CPU, the compiled count of ranks, the
+    compiled sums of the probe."""
     import gc
     import importlib
+
+    import torch
 
     for name in (
         "vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
@@ -101,11 +104,34 @@ def _load() -> None:
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.model_loader.default_loader",
         "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.core.sched.scheduler", "vllm.renderers.hf",
         "vllm.model_executor.layers.quantization.online.base", "compressed_tensors",
+        "vllm.entrypoints.launchers.api_server.routers", "vllm.entrypoints.launchers.run_batch",
+        "vllm.entrypoints.serve.profile.api_router", "vllm.entrypoints.openai.responses.api_router",
+        "vllm.entrypoints.anthropic.api_router", "vllm.entrypoints.serve.tokenize.api_router",
+        "vllm.entrypoints.generate.structured_decisions.api_router", "model_hosting_container_standards.sagemaker",
+        "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto",
     ):  # fmt: skip
         try:
             importlib.import_module(name)
         except ImportError as e:
             print(f"not preloaded: {name}: {e}", flush=True)
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+
+        from vllm_accprobe.dump.stats import warm_up
+
+        # Each engine of vLLM 0.32 walks over all that modules have, half a second, and fails at llvmlite's library.
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        warm_up()
+        with torch.inference_mode():
+            for vocabulary in (512, 640):  # the second makes it one for all
+                values = [torch.zeros(2, n) for n in (vocabulary, 1)]
+                for one in values:
+                    torch._dynamo.decorators.mark_unbacked(one, 0)
+                batched_count_greater_than(*values)
+    except Exception as e:
+        print(f"not compiled: {type(e).__name__}: {e}", flush=True)
     gc.collect()
     gc.freeze()
 

@@ -170,7 +170,6 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Without groups every process starts every engine, which takes twice the time and memory, and nothing says so.
     What all tests have imported is not searched for garbage, neither meanwhile, a third of the time, nor later."""
-    gc.collect()
     gc.freeze()
     gc.enable()
     grouped = getattr(session.config.option, "loadgroup", False) and hasattr(session.config, "workerinput")

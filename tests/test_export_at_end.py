@@ -4,13 +4,13 @@ import csv
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from support.forked_children import Command
 
 from vllm_accprobe import export_at_end
 from vllm_accprobe.cli import main
@@ -44,8 +44,9 @@ NAMES = ("globalrank-0_localrank-0.h5", "globalrank-0_localrank-0_summary.csv")
 
 
 def run(script: str, dump: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, str(dump)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    child = Command("-c", script, str(dump), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    said = child.communicate(timeout=300)
+    return subprocess.CompletedProcess(child.args, child.returncode, *said)
 
 
 def test_a_script_of_torch_xrays_leaves_its_files(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded_vllm import command
 
 from tests.gate.fake_vllm import installed
 from vllm_accprobe.cli import main
@@ -265,7 +266,7 @@ def test_options_are_read_by_name_and_then_by_the_parser(words: tuple[str, ...],
 
 
 @pytest.mark.engine
-def test_the_real_vllm_names_its_options() -> None:
+def test_the_real_vllm_names_its_options(preloaded_vllm: Path, tmp_path: Path) -> None:
     """Its source alone answers for options that it has; its parser takes as long as an import of vLLM."""
     environ = edits.neutral(os.environ)
     package = edits.installed(sys.executable, environ).package
@@ -273,7 +274,10 @@ def test_the_real_vllm_names_its_options() -> None:
     words = "--port=1 --host x --served-model-name a -tp 2 --no-async-scheduling -cc.mode=0 --enable-trace-replay"
     assert preflight._knows(package, ServeCommand(("vllm", "serve", "m", *words.split())))
     assert not preflight._knows(package, ServeCommand(("vllm", "serve", "m", "--no-such-option")))
-    assert "arguments: --no-such" in preflight._parser_says(sys.executable, ("serve", "m", "--no-such-option"), environ)
+    program, python = tmp_path / "program.py", tmp_path / "python"
+    program.write_text("import sys\n_, _, program, *words = sys.argv\nsys.argv[:] = ['-c', *words]\nexec(program)\n")
+    command(preloaded_vllm, python, program)
+    assert "arguments: --no-such" in preflight._parser_says(str(python), ("serve", "m", "--no-such-option"), environ)
 
 
 # --- folders that were begun ---

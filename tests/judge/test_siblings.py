@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy
 import simulate_judge
-from scipy.stats import norm
 
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.siblings import COLUMNS, GAIN, GROWTH, Siblings, TensorStats, chance_of_size, deviation
@@ -156,7 +156,7 @@ def test_robust_deviations_of_a_normal_distribution():
 
 def test_how_likely_an_error_is_among_those_of_honest_places():
     honest = np.exp(np.random.default_rng(0).normal(0.0, 0.5, 400))
-    assert chance_of_size(np.exp(1.0), honest, 1) == pytest.approx(norm.sf(2.0), rel=0.3)
+    assert chance_of_size(np.exp(1.0), honest, 1) == pytest.approx(scipy.stats.norm.sf(2.0), rel=0.3)
     assert chance_of_size(np.exp(1.0), honest, 400) == 1.0
     assert chance_of_size(np.inf, honest, 400) == 0.0
     assert chance_of_size(1.0, honest[: c.FEW - 1], 1) is None

@@ -5,7 +5,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from scipy import special, stats
+import scipy
 
 from vllm_accprobe.judge import distributions as ours
 from vllm_accprobe.judge.rounding_unit import flow_unit, is_exact, is_mask, unit
@@ -16,7 +16,7 @@ def test_the_rate_is_divided_over_places_questions_and_rows():
     chance = Chance(1e-3, 40)
     assert chance.level() * 40 * QUESTIONS == pytest.approx(1e-3)
     assert chance.level(100) == pytest.approx(chance.level() / 100)
-    assert chance.sigmas(100) == pytest.approx(stats.norm.isf(chance.level(100) / 2))
+    assert chance.sigmas(100) == pytest.approx(scipy.stats.norm.isf(chance.level(100) / 2))
     assert Chance(1e-3, 400).sigmas() > chance.sigmas() > Chance(1e-2, 40).sigmas()
 
 
@@ -38,11 +38,11 @@ def test_against_scipy(largest: float) -> None:
         a, b = (10 ** DRAW.uniform(-0.3, largest) for _ in range(2))
         near = DRAW.gauss(a / (a + b), 4 * math.sqrt(a * b / (a + b + 1)) / (a + b))
         for x in (min(max(near, 1e-12), 1 - 1e-12), DRAW.random()):
-            assert ours.incomplete_beta(a, b, x) == pytest.approx(special.betainc(a, b, x), rel=1e-9, abs=1e-290)
+            assert ours.incomplete_beta(a, b, x) == pytest.approx(scipy.special.betainc(a, b, x), rel=1e-9, abs=1e-290)
         t = DRAW.gauss(0, 1) * 10 ** DRAW.uniform(-2, 1.5)
-        assert ours.t_at_most(a, t) == pytest.approx(special.stdtr(a, t), rel=1e-9, abs=1e-290)
+        assert ours.t_at_most(a, t) == pytest.approx(scipy.special.stdtr(a, t), rel=1e-9, abs=1e-290)
         p, freedom = DRAW.uniform(0.001, 0.999), math.ceil(a)
-        assert ours.t_quantile(freedom, p) == pytest.approx(special.stdtrit(freedom, p), rel=1e-9, abs=1e-12)
+        assert ours.t_quantile(freedom, p) == pytest.approx(scipy.special.stdtrit(freedom, p), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 60, 900])
