@@ -224,7 +224,7 @@ def operator_alone(one: CauseCase, mine: Path) -> tuple[str, list[dict[str, Any]
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.causes.examine import explained_by
     from vllm_accprobe.opcheck.machine_precision import of_machine
-    from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.proof import make_proof
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.check_calls import Options
     from vllm_accprobe.opcheck.run.pair import Task, check_task
@@ -234,7 +234,7 @@ def operator_alone(one: CauseCase, mine: Path) -> tuple[str, list[dict[str, Any]
     options = Options(measured=False, budget=calls.budget())
     tasks = [Task(0, rank, tap) for rank, tap, _ in calls.taps(one.case.expected)]
     rows, _ = of_machine.settle([row for task in tasks for row in check_task(calls, task, references, options).rows])
-    wrong = prove.wrong(rows)
+    wrong = make_proof.wrong(rows)
     causes = explained_by(calls, references, wrong.values(), rows, chance=calls.budget().output)
     return "fail" if wrong else "pass", [{"module": tap, "cause": causes.get(tap)} for tap in wrong]
 

@@ -4,7 +4,7 @@ The problem: each mode of vLLM wants a model, or a part of one, of its own kind,
 idea: where the transformers library has the architecture, it makes the module from a small config, every weight is
 drawn anew from one seeded generator (a linear layer keeps the size of what goes through it, as in tiny_model.py) and
 the library writes the checkpoint; adapters, EAGLE heads and int8 checkpoints are a few tensors beside a tiny model.
-Each function does nothing where its directory is finished. Not here: what is run with them (relied_on.py).
+Each function does nothing where its directory is finished. Not here: what is run with them (modes.py).
 """
 
 from __future__ import annotations

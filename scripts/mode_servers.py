@@ -4,7 +4,7 @@ The problem: replicas and several API servers are processes of one server, which
 idea: a real server with the arguments, each request sent on its own thread (several front ends take what comes), and,
 where there are replicas, to a given one; the tokens come back as ids. The server's parts are forked from one process
 that has imported vLLM (preloaded_vllm.py).
-Not here: which modes there are (mode_table.py), what is asked of a run (relied_on.py).
+Not here: which modes there are (mode_table.py), what is asked of a run (modes.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which modes scripts/modes.py runs: engine, requests, the plain run beside it, and the fault that is planted.
 
-Not here: what is done with them (relied_on.py).
+Not here: what is done with them (modes.py).
 """
 
 from __future__ import annotations

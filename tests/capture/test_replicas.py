@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("torch")
 
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
-from vllm_accprobe.capture.vllm.vllm_compat import StepObserver, parallel_of
+from vllm_accprobe.capture.vllm.step_observer import StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.writer import RankWriter, write_run_json

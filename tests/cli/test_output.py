@@ -23,7 +23,7 @@ from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
 from opcheck.proof.test_replay_process import GAIN, dump
 
-from vllm_accprobe import labels as label_calls, waiting
+from vllm_accprobe import labels as label_calls, progress as progress_lines
 from vllm_accprobe.cli import COMMANDS, build, main
 from vllm_accprobe.cli.output import fold, plain, stacked, width_of
 
@@ -326,11 +326,11 @@ def test_a_row_that_has_no_room() -> None:
 @pytest.mark.parametrize(("total", "line"), [(8, "send: 3 of 8"), (1, "send")])
 def test_a_line_while_something_waits(terminal, total, line, monkeypatch, capfd):
     """On stderr alone, at the pace of a terminal or of a pipe; where there are steps, a terminal has a bar instead."""
-    assert (waiting.TERMINAL_S, waiting.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
-    monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)
-    monkeypatch.setattr(waiting, "TERMINAL_S" if terminal else "PIPE_S", 0.1)
+    assert (progress_lines.TERMINAL_S, progress_lines.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
+    monkeypatch.setattr(progress_lines, "on_terminal", lambda: terminal)
+    monkeypatch.setattr(progress_lines, "TERMINAL_S" if terminal else "PIPE_S", 0.1)
     for seconds, least in ((0.0, 0), (0.5, 2)):
-        with waiting.progress("send", total, steps=True) as tell:
+        with progress_lines.progress("send", total, steps=True) as tell:
             tell(3)
             time.sleep(seconds)
         said = capfd.readouterr()

@@ -32,7 +32,7 @@ def test_a_server_that_does_not_start_is_one_line(here: Path, capsys: Any) -> No
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_the_pace_of_lines_in_a_pipe(here, monkeypatch, capsys, progress):
-    monkeypatch.setattr("vllm_accprobe.waiting.TERMINAL_S", 0.3)
+    monkeypatch.setattr("vllm_accprobe.progress.TERMINAL_S", 0.3)
     Path("bin/vllm").write_text("#!/bin/sh\nsleep 1\nexit 3\n")
     words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * progress]
     assert main(words) == 2

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from vllm_accprobe.capture.vllm.relied_on import PLACES
+from vllm_accprobe.capture.vllm.names_by_release import PLACES
 from vllm_accprobe.doctor import checks as engine, inside
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
 

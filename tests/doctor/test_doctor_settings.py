@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.capture.vllm.relied_on import PLACES
+from vllm_accprobe.capture.vllm.names_by_release import PLACES
 from vllm_accprobe.cli import main
 from vllm_accprobe.doctor import checks
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING

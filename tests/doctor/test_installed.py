@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.capture.vllm.relied_on import NEWEST
+from vllm_accprobe.capture.vllm.names_by_release import NEWEST
 from vllm_accprobe.cli import main
 from vllm_accprobe.doctor import checks, wheel as archive
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING

@@ -29,7 +29,7 @@ from vllm_accprobe.gate.localize import (
 from vllm_accprobe.gate.sending import client, replies
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.waiting import USUAL
+from vllm_accprobe.progress import USUAL
 
 PLAN_OF_TWO = LocalizePlan(
     LocalizeTarget("p1", 2, 40, 0.5, 1),

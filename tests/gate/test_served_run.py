@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.processes import gone, runs
 
-from vllm_accprobe import waiting
+from vllm_accprobe import progress
 from vllm_accprobe.gate import served_run
 from vllm_accprobe.gate.sending.client import NotServed, SendError, ServerLost
 from vllm_accprobe.gate.served_run import ADVICE, ServedRun, ServerCommand, cause, served, server_command
@@ -142,7 +142,7 @@ def test_settings_in_front_of_a_command(tmp_path: Path, shell: dict[str, str]) -
 
 
 def test_a_start_is_not_silent_and_shows_no_key(tmp_path, shell, monkeypatch, capsys):
-    monkeypatch.setattr(waiting, "PIPE_S", 0.5)
+    monkeypatch.setattr(progress, "PIPE_S", 0.5)
     line = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:1] args: s3cret"
     more = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:2] \treserved_cpus=[1]"
     script = f"echo '{line}'; echo '{more}'; sleep 1.7; echo 'ValueError: s3cret'; exit 1"

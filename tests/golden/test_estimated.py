@@ -20,7 +20,7 @@ from vllm_accprobe.golden.estimated import ALONE, ESTIMATED, GOLDEN_NONFINITE, _
 from vllm_accprobe.golden.pack import pack
 from vllm_accprobe.golden.pack_sketches import open_pack
 from vllm_accprobe.judge.near_ties import ROWS_BEHIND
-from vllm_accprobe.opcheck.proof.decide import ReplayFinding, ReplayResult, decide
+from vllm_accprobe.opcheck.proof.apply_proof import ReplayFinding, ReplayResult, decide
 
 SMALL = 40_000
 """Of the synthetic model's 33 rows, five in full and five as sketches."""

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, EngineStep, LayerBatch
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, EngineStep
+from vllm_accprobe.capture.vllm.vllm_compat import LayerBatch
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.heal import outcome
 from vllm_accprobe.heal.healing import HealObserver

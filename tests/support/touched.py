@@ -53,7 +53,7 @@ PARTS = {
         "argument_names", "_signature", "_ATTRIBUTES", "_IMPL", "_ROUTER", "attributes", "_add_routing", "_plain",
         "Inputs", "outputs", "flatten", "TapOwner", "Taps", "_is_head",
     },
-    "relied_on.py": {
+    "names_by_release.py": {
         "Mode", "_parallel", "_pieces", "_flash", "_several", "SHARDED", "VERIFIED", "MODES", "refused", "unsampled",
         "unplaced", "in_graphs",
     },

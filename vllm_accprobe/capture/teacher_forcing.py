@@ -25,10 +25,11 @@ from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.rows import Scheduled, external_ids
-from vllm_accprobe.capture.vllm.relied_on import unsampled
+from vllm_accprobe.capture.vllm.names_by_release import unsampled
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import NamedTokens, named_tokens
-from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, guesses
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import guesses
 from vllm_accprobe.config import ProbeConfig
 
 _WAIT_S = 0.1

@@ -21,8 +21,8 @@ import typer
 
 from vllm_accprobe.cli import output_paths
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.progress import USUAL as say, progress
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
-from vllm_accprobe.waiting import USUAL as say, progress
 from vllm_accprobe.whole_file import write_text
 
 ALL_LABELS = "ACCPROBE_LABELS"

@@ -22,9 +22,9 @@ from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError
 from vllm_accprobe.golden.estimated import ComparedSides, compared_sides
 from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.opcheck.proof import replay_process as replay
+from vllm_accprobe.progress import on_terminal, waiting
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
 from vllm_accprobe.report.text import size
-from vllm_accprobe.waiting import on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, write_text
 
 DEFAULT = "accprobe-report"

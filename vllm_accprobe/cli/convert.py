@@ -16,8 +16,8 @@ from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.progress import progress
 from vllm_accprobe.refusals import CommandError, NothingThere
-from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import whole
 
 if TYPE_CHECKING:

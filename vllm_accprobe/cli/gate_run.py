@@ -36,8 +36,8 @@ from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, SendSettings, ServerSide, SideError
+from vllm_accprobe.progress import Pace, progress, waiting
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
-from vllm_accprobe.waiting import Pace, progress, waiting
 from vllm_accprobe.whole_file import NoSpace, write_private
 
 RESULT = "gate.json"

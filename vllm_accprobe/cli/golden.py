@@ -23,8 +23,8 @@ from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import Command, argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.progress import USUAL
 from vllm_accprobe.refusals import CommandError, NothingThere
-from vllm_accprobe.waiting import USUAL
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sending.prompts import PromptLine
@@ -78,7 +78,7 @@ class GoldenWorkOptions:
         """gate.sides.SendSettings: lines every 5 s, also in a pipe."""
         from vllm_accprobe.gate.sides import SendSettings
         from vllm_accprobe.golden.prompts import MAX_TOKENS
-        from vllm_accprobe.waiting import Pace
+        from vllm_accprobe.progress import Pace
 
         return SendSettings(prompts=prompts, max_tokens=MAX_TOKENS, model=self.model, timeout=self.timeout,
                             ready_s=self.ready, say=Pace(often=True))  # fmt: skip
@@ -365,8 +365,8 @@ def history(folder: Path = argument("DIR", "A folder with packs, also in folders
     Exit code 0: none differs beyond the limits, 1: one does, 2: there is no pack, or one cannot be read.
     """
     from vllm_accprobe.golden.history import DIFFERS, UNREADABLE, history
+    from vllm_accprobe.progress import waiting
     from vllm_accprobe.report.text import num, safe
-    from vllm_accprobe.waiting import waiting
 
     now = [""]
     with waiting(lambda: f"comparing {now[0]}"):

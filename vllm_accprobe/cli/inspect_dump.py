@@ -29,11 +29,11 @@ from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import ForeignDump, open_dump
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.io import containers
+from vllm_accprobe.progress import progress
 from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.report import tensors
 from vllm_accprobe.report.tensors import COLUMNS, CSV, OPERATORS, about, brief, cells, csv_rows
 from vllm_accprobe.report.text import count, safe
-from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import whole
 
 _ROWS = 200

@@ -322,8 +322,8 @@ class ServingOptions:
                             "30 s.")  # fmt: skip
 
     def say(self) -> Any:
-        """What gets lines while something takes long: waiting.Pace."""
-        from vllm_accprobe.waiting import Pace
+        """What gets lines while something takes long: progress.Pace."""
+        from vllm_accprobe.progress import Pace
 
         return Pace(self.progress)
 

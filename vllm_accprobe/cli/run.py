@@ -19,9 +19,9 @@ from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer
+from vllm_accprobe.progress import USUAL as say  # on stderr: stdout is the command's
 from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.report.text import count, size
-from vllm_accprobe.waiting import USUAL as say  # on stderr: stdout is the command's
 
 if TYPE_CHECKING:
     from vllm_accprobe.config import ProbeConfig

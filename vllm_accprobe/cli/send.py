@@ -13,8 +13,8 @@ from vllm_accprobe.cli import options, output_paths
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
+from vllm_accprobe.progress import progress, waiting
 from vllm_accprobe.refusals import CommandError, NothingThere
-from vllm_accprobe.waiting import progress, waiting
 
 
 def send(

@@ -3,7 +3,7 @@
 The problem: comparing half of the rows in silence looks like a pass, and so does a check that would have missed an
 error of ten per cent. The idea: rows are counted once each, as sets of keys, and every skip under its reason. Each
 module of mine is counted once under its class, with the smallest error that would have been named: by the floors of the
-replay where it checked (opcheck/proof/prove.py), else by the limits of its pairs. Not here: why a pair was skipped
+replay where it checked (opcheck/proof/make_proof.py), else by the limits of its pairs. Not here: why a pair was skipped
 (measure/measurer.py), how it is shown (report/verdict_parts.py).
 """
 

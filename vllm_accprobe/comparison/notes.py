@@ -248,7 +248,7 @@ def cause(text: str) -> dict[str, Any]:
 
 
 def with_effects(result: Comparison, effects: Mapping[str, Mapping[str, Any]]) -> Comparison:
-    """``result`` with what a replay with both values has found (opcheck/proof/prove.py), by tap: ``matters``,
+    """``result`` with what a replay with both values has found (opcheck/proof/make_proof.py), by tap: ``matters``,
     None where that is not known, and ``times``, how many times what rounding allows an output moves. A constant that
     does not matter is a note."""
     origins, notes = [], []

@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.capture.vllm.relied_on import NEWEST, OLDEST
+from vllm_accprobe.capture.vllm.names_by_release import NEWEST, OLDEST
 from vllm_accprobe.children import Child
 from vllm_accprobe.config import ENV, PREFIX, ConfigError, ProbeConfig, default_dir
 from vllm_accprobe.doctor.inside import MARKER, release_of

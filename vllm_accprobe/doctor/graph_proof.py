@@ -34,8 +34,8 @@ from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.prompts import PromptLine, PromptsError
 from vllm_accprobe.gate.served_run import ServedRun, ServerCommand
+from vllm_accprobe.progress import waiting
 from vllm_accprobe.run.launcher import allow_plugin
-from vllm_accprobe.waiting import waiting
 
 PROMPTS = (
     "The first computers filled whole rooms, and",

@@ -1,8 +1,8 @@
 """Runs in a subprocess: imports vLLM and prints, as one JSON line, what only an import can tell.
 
 The problem: importing vLLM may print, hang or crash. The idea: a process whose last line is JSON after a marker; every
-question has a value or the error it met. Which names are needed, the declaration says (capture/vllm/relied_on.py). Not
-here: what the answers mean (checks.py).
+question has a value or the error it met. Which names are needed, capture/vllm/names_by_release.py declares. Not here:
+what the answers mean (checks.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_accprobe.capture.vllm.relied_on import PLACES, Release, VllmPlace
+from vllm_accprobe.capture.vllm.names_by_release import PLACES, Release, VllmPlace
 
 MARKER = "accprobe-doctor:"
 WORKER, ARGUMENTS = "the worker's wrapper", "the engine's arguments"

@@ -8,7 +8,7 @@ declaration is searched for as vLLM's class, runners and workers also among the 
 mode is found by a line of source. A base that is in no package is reported, not guessed. What is missing comes first,
 each with what follows from it.
 
-Not here: the declaration and the modes (capture/vllm/relied_on.py).
+Not here: the declaration and the modes (capture/vllm/names_by_release.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
-from vllm_accprobe.capture.vllm.relied_on import MODES, PLACES, V1, V2, WORKER, Mode, Need, Release, VllmPlace
+from vllm_accprobe.capture.vllm.names_by_release import MODES, PLACES, V1, V2, WORKER, Mode, Need, Release, VllmPlace
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING, Finding, release
 from vllm_accprobe.doctor.inside import release_of
 

@@ -37,8 +37,8 @@ from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.served_run import ServedRun, served
 from vllm_accprobe.judge.origins import OriginEntry
+from vllm_accprobe.progress import USUAL, Pace, waiting
 from vllm_accprobe.run.launcher import allow_plugin
-from vllm_accprobe.waiting import USUAL, Pace, waiting
 from vllm_accprobe.whole_file import write_private
 
 MOST = 3

@@ -28,8 +28,8 @@ from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.gate.bisect import edits
 from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
 from vllm_accprobe.gate.sending.client import NotServed
+from vllm_accprobe.progress import waiting
 from vllm_accprobe.run.launcher import LaunchError, command_line
-from vllm_accprobe.waiting import waiting
 
 CONFIGS = ("config.json", "params.json")
 """What a model's folder has one of: Hugging Face's, Mistral's."""

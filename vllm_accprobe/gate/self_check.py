@@ -35,7 +35,7 @@ from vllm_accprobe.gate.sending.prompts import GRAMMAR, RENDERING, PromptLine
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import COMMAND, SendSettings, ServerSide
 from vllm_accprobe.judge import distributions
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.progress import waiting
 
 _FINE = 12
 """Chosen: steps down to 2^-12; the spacing of float16 logits around 4 is 2^-8, of bfloat16 2^-5."""

@@ -29,8 +29,8 @@ from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import ServeCommand
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.client import NotServed, Sender, SendError, ServerLost
+from vllm_accprobe.progress import USUAL, Pace, waiting
 from vllm_accprobe.run.launcher import Guard, LaunchError, command_line
-from vllm_accprobe.waiting import USUAL, Pace, waiting
 
 _SERVER_MODULE = "vllm.entrypoints."
 _DEFAULT_PORT = 8000

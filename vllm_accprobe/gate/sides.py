@@ -31,7 +31,7 @@ from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.served_run import assigns, checked, split_line
-from vllm_accprobe.waiting import USUAL, Pace, waiting
+from vllm_accprobe.progress import USUAL, Pace, waiting
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

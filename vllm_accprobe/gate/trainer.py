@@ -30,7 +30,7 @@ from vllm_accprobe.gate.sending.passes import Forcing, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import SendSettings
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.progress import waiting
 
 PROMPT = ("prompt_token_ids", "prompt_ids", "prompts")
 ANSWER = ("response_token_ids", "response_ids", "responses", "completion_ids", "output_token_ids", "token_ids")

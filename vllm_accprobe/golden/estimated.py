@@ -5,7 +5,7 @@ further than that. The idea: the interval of each row is that of a whole compari
 sketched rows (Bonferroni). A row is beyond its limit where the lower end is; an output is an origin where its lower end
 is beyond what one operator may create and what the upper ends of its inputs, of the same row, explain. Modules that mix
 rows are none by a sketch: a replay of mine is. What fails so is said to be estimated; nothing is acquitted by a sketch.
-The limits are those of rows (standards/limits.py, judging.py's LimitCheck). Not here: the estimate (sketch.py).
+The limits are those of rows (standards/limits.py, limit_check.py). Not here: the estimate (sketch.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, Pairs
 from vllm_accprobe.comparison.plan.make_plan import Plan, make_plan
 from vllm_accprobe.comparison.plan.unit import Group, Key, Unit
 from vllm_accprobe.comparison.result import Comparison
-from vllm_accprobe.comparison.verdict.judging import LimitCheck, gather
+from vllm_accprobe.comparison.verdict.judging import gather
+from vllm_accprobe.comparison.verdict.limit_check import LimitCheck
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.io.pack_file import is_pack

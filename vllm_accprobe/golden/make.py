@@ -43,8 +43,8 @@ from vllm_accprobe.gate.sides import SendSettings
 from vllm_accprobe.golden import prompts
 from vllm_accprobe.golden.answers import check_prompt, to_text
 from vllm_accprobe.golden.pack import PackSummary, RequestShape, pack, rows_wanted
+from vllm_accprobe.progress import progress, waiting
 from vllm_accprobe.refusals import CommandError
-from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_private
 
 if TYPE_CHECKING:

@@ -28,14 +28,8 @@ from vllm_accprobe.capture.taps.hooks import Tap, Taps, innermost, outputs, pick
 from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.teacher_forcing import replaced
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.vllm_compat import (
-    EngineStep,
-    StepObserver,
-    asked_for,
-    batch_of_layer,
-    compiles,
-    language_prefix,
-)
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import asked_for, batch_of_layer, compiles, language_prefix
 from vllm_accprobe.config import PREFIX, ProbeConfig, nearest
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.heal.live_calls import (

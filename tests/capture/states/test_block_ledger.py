@@ -8,7 +8,7 @@ import torch
 
 from vllm_accprobe.capture.states.ledger import FULL, Arrivals, BlockLedger, Findings, Layer, Pages
 from vllm_accprobe.capture.states.schedule import KV, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, EngineStep, NewRequest
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, EngineStep, NewRequest
 from vllm_accprobe.dump.journal import StateFinding, sentence
 
 SIZE, BLOCKS = 4, 12

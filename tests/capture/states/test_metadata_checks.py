@@ -9,7 +9,7 @@ import torch
 
 from vllm_accprobe.capture.states.checks import WrongNumber, metadata_checks, must_change, token_tails
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule, ScheduledRequest
-from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 

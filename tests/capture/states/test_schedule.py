@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RECENT, RESUMED, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import FOREIGN, FREED, STALE, STRANGE
 from vllm_accprobe.dump.schema import Image
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.capture.vllm import relied_on
+from vllm_accprobe.capture.vllm import names_by_release
 from vllm_accprobe.capture.vllm.modes import (
     AGAIN,
     TOKENS_ONLY,
@@ -18,7 +18,7 @@ from vllm_accprobe.capture.vllm.modes import (
 )
 from vllm_accprobe.capture.vllm.vllm_compat import refusal
 
-CONTEXT, PIECES, EXPERTS, XLITE, FLASH = relied_on.MODES[:5]
+CONTEXT, PIECES, EXPERTS, XLITE, FLASH = names_by_release.MODES[:5]
 
 
 class NPUModelRunner:
@@ -45,7 +45,7 @@ class XliteModelRunner(NPUModelRunner):
         (XliteModelRunner(), XLITE),
     ],
 )
-def test_a_mode_that_deals_rows_out_is_refused(runner: Any, mode: relied_on.Mode) -> None:
+def test_a_mode_that_deals_rows_out_is_refused(runner: Any, mode: names_by_release.Mode) -> None:
     assert refusal(runner) == mode.says
     assert refusal(NPUModelRunner(prefill_context_parallel_size=1, use_sequence_parallel_moe=False)) == ""
 
@@ -61,9 +61,9 @@ def test_sequence_parallelism_in_graphs_has_no_taps() -> None:
     def config(**passes: Any) -> Plain:
         return Plain(compilation_config=Plain(pass_config=Plain(**passes)))
 
-    assert relied_on.in_graphs(config(enable_sp=True))
-    assert relied_on.in_graphs(config(enable_sequence_parallelism=True))
-    assert relied_on.in_graphs(config(enable_sp=False)) == relied_on.in_graphs(Plain()) == ""
+    assert names_by_release.in_graphs(config(enable_sp=True))
+    assert names_by_release.in_graphs(config(enable_sequence_parallelism=True))
+    assert names_by_release.in_graphs(config(enable_sp=False)) == names_by_release.in_graphs(Plain()) == ""
 
 
 class Lines:

@@ -17,7 +17,7 @@ from vllm_accprobe.capture.errcheck import observer as errcheck
 from vllm_accprobe.capture.errcheck.observer import ErrcheckExit, ErrcheckObserver
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter, allow_tiles
-from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 

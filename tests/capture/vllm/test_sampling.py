@@ -13,7 +13,7 @@ import torch
 from fake_runners import Output, captured, more, new, without_vllm
 from test_runner_steps import Model, Runner
 
-from vllm_accprobe.capture.vllm import capturing, relied_on, runner as room, sampling as taps
+from vllm_accprobe.capture.vllm import capturing, names_by_release, runner as room, sampling as taps
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -123,8 +123,8 @@ def test_a_runner_without_sample_gives_the_samplers_tokens_and_skips_drafts(tmp_
 
 @pytest.mark.parametrize(
     ("told", "mode"),
-    [({"batch_sharder": object()}, relied_on.SHARDED),
-     ({"model_state": Plain(num_new_sampled_tokens_per_step=4)}, relied_on.SEVERAL)],
+    [({"batch_sharder": object()}, names_by_release.SHARDED),
+     ({"model_state": Plain(num_new_sampled_tokens_per_step=4)}, names_by_release.SEVERAL)],
 )  # fmt: skip
 def test_logits_of_another_order_are_skipped_and_layers_are_not(tmp_path, said, told, mode):
     dump = open_dump(served(tmp_path, Newer(**told), new(a=5), PLAIN).root)
@@ -139,9 +139,9 @@ def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_sai
     steps = (new(a=5), DRAFTS, DRAFTS, PLAIN)
     dump = open_dump(served(tmp_path, Newer(adaptive_verification=object()), *steps).root)
     assert dump.errors == []
-    assert skips(dump)["<root>", relied_on.VERIFIED.says] == 2
-    assert [line for line in said if relied_on.VERIFIED.says in line] == [
-        f"{relied_on.VERIFIED.says}: such steps are skipped (reported once)"
+    assert skips(dump)["<root>", names_by_release.VERIFIED.says] == 2
+    assert [line for line in said if names_by_release.VERIFIED.says in line] == [
+        f"{names_by_release.VERIFIED.says}: such steps are skipped (reported once)"
     ]
     assert {r.step for r in dump.records if r.role.startswith("output")} == {0, 3}
 
@@ -151,7 +151,7 @@ def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(tmp_path: Pat
     runner = Newer()
     runner.vllm_config.parallel_config.use_sequence_parallel_moe = True
     probe = served(tmp_path, runner, new(a=5), PLAIN)
-    assert said == [f"{relied_on.MODES[2].says}: {probe.without}; serving goes on"]
+    assert said == [f"{names_by_release.MODES[2].says}: {probe.without}; serving goes on"]
     assert not (probe.root / "run.json").exists()  # nothing that a comparison could take for a capture
 
 

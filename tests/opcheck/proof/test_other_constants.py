@@ -14,8 +14,8 @@ from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.proof.decide import ConstantEffect
-from vllm_accprobe.opcheck.proof.prove import computed_otherwise, effects
+from vllm_accprobe.opcheck.proof.apply_proof import ConstantEffect
+from vllm_accprobe.opcheck.proof.make_proof import computed_otherwise, effects
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
 

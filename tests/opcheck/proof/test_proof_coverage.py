@@ -13,7 +13,7 @@ from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.proof.prove import covers, wrong
+from vllm_accprobe.opcheck.proof.make_proof import covers, wrong
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import Options
 from vllm_accprobe.opcheck.run.pair import ReplaySide, Task, check_task

@@ -10,7 +10,7 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.opcheck.proof.prove import _propagated_rows as _rows
+from vllm_accprobe.opcheck.proof.make_proof import _propagated_rows as _rows
 from vllm_accprobe.opcheck.reference import Expected
 
 ROWS, WIDTH = 12, 64

@@ -13,7 +13,7 @@ from support.forked_children import anew
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.proof import replay_process as replay
-from vllm_accprobe.opcheck.proof.decide import NAME, ReplayFinding, ReplayResult
+from vllm_accprobe.opcheck.proof.apply_proof import NAME, ReplayFinding, ReplayResult
 
 ROWS, WIDTH, GAIN = 24, 256, 1.006
 PROBE = {"tool": "accprobe", "model": {"path": "", "class": "Tiny"}, "probe": {"task": "tensor"}}

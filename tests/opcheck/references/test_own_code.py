@@ -13,7 +13,7 @@ from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.proof.prove import covers
+from vllm_accprobe.opcheck.proof.make_proof import covers
 from vllm_accprobe.opcheck.reference import RECEIVED, Call, Reference, reference
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.check_calls import Options, check_tap

@@ -27,14 +27,8 @@ from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import own_tensors, sample_hash
 from vllm_accprobe.capture.vllm.batch import ChosenRows, distributes_encoder
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.vllm_compat import (
-    EngineStep,
-    StepObserver,
-    compiles,
-    hidden_size,
-    language_prefix,
-    run_info,
-)
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import compiles, hidden_size, language_prefix, run_info
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, hash_tokens
 

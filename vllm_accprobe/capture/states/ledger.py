@@ -39,7 +39,7 @@ from vllm_accprobe.capture.states.schedule import (
     ScheduledRequest,
     UnexpectedBlock,
 )
-from vllm_accprobe.capture.vllm.vllm_compat import EngineStep
+from vllm_accprobe.capture.vllm.step_observer import EngineStep
 from vllm_accprobe.dump.journal import CHANGED, FREED, LATE, MOST_FINDINGS, OTHER, STALE, UNWRITTEN, StateFinding
 
 _LATE = 4

@@ -40,14 +40,8 @@ from vllm_accprobe.capture.states.ledger import (
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
-from vllm_accprobe.capture.vllm.vllm_compat import (
-    EngineStep,
-    StepObserver,
-    compiles,
-    guesses,
-    metadata_of_layer,
-    run_info,
-)
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import compiles, guesses, metadata_of_layer, run_info
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import (
     CACHED,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
-from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
+from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import FOREIGN, FREED, STALE, STRANGE
 from vllm_accprobe.dump.schema import Image
 

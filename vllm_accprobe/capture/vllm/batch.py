@@ -36,7 +36,7 @@ from vllm_accprobe.capture.core.rows import (
     vision_space,
 )
 from vllm_accprobe.capture.core.session import HEAD, VISION
-from vllm_accprobe.capture.vllm.relied_on import unsampled
+from vllm_accprobe.capture.vllm.names_by_release import unsampled
 from vllm_accprobe.capture.vllm.vllm_compat import (
     device_buffer,
     guesses,

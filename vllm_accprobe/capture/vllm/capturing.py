@@ -33,15 +33,8 @@ from vllm_accprobe.capture.vllm.compiled import DummyRunOnly, InGraphs
 from vllm_accprobe.capture.vllm.modes import attach_modes, record_draft_layer
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
-from vllm_accprobe.capture.vllm.vllm_compat import (
-    EngineStep,
-    StepObserver,
-    compiled_modules,
-    compiles,
-    hidden_size,
-    language_prefix,
-    run_info,
-)
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import compiled_modules, compiles, hidden_size, language_prefix, run_info
 from vllm_accprobe.capture.vllm.weights import MOST, AdapterSlots, WeightCalls
 from vllm_accprobe.capture.weights.history import WeightLife
 from vllm_accprobe.config import ProbeConfig, Ranges

@@ -26,9 +26,10 @@ from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sites
 from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, plan, ring_bytes, watching
 from vllm_accprobe.capture.graphs.readout import GraphReadout
 from vllm_accprobe.capture.taps.hooks import Inputs, chooses, outputs, picks
-from vllm_accprobe.capture.vllm.relied_on import in_graphs
+from vllm_accprobe.capture.vllm.names_by_release import in_graphs
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
-from vllm_accprobe.capture.vllm.vllm_compat import PIECES, StepObserver, compiled_modules, compiles, level
+from vllm_accprobe.capture.vllm.step_observer import StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import PIECES, compiled_modules, compiles, level
 from vllm_accprobe.config import TAP_SET, ProbeConfig
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.schema import ROOT_TAP, StepGraph

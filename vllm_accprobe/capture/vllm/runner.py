@@ -5,7 +5,7 @@ run dummy, profile and warm-up batches through the same code; in a compiled engi
 The idea: wrap the runner INSTANCE once, whatever its class, read the scheduler's output, which all share, and notify
 the observers (capture, errcheck, ledger, forcing), which live as long as vLLM's worker wrapper. For taps in graphs
 every method is wrapped that may run a forward: the root's own, V1's ``_model_forward``, V2's replays. What is missing
-is reported, not guessed. What this room reads of a runner is declared in relied_on.py.
+is reported, not guessed. What this room reads of a runner is declared in names_by_release.py.
 
 Not here: what an observer does (vllm_compat.StepObserver), the order of the rows (batch.py), which observer is
 used (plugin.py).
@@ -27,19 +27,10 @@ from vllm_accprobe.capture.core.attribute_override import override, wrap_method
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.modes import adapter_name, embeddings_of, hash_embeddings
-from vllm_accprobe.capture.vllm.relied_on import unplaced
+from vllm_accprobe.capture.vllm.names_by_release import unplaced
 from vllm_accprobe.capture.vllm.sampling import sampling_of
-from vllm_accprobe.capture.vllm.vllm_compat import (
-    EngineStep,
-    NewRequest,
-    StepObserver,
-    images_of,
-    moves_of,
-    parallel_of,
-    refusal,
-    starts,
-    step_graph,
-)
+from vllm_accprobe.capture.vllm.step_observer import EngineStep, NewRequest, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import images_of, moves_of, parallel_of, refusal, starts, step_graph
 from vllm_accprobe.capture.vllm.weights import before_packing
 from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import StepGraph

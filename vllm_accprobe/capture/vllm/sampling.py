@@ -27,7 +27,7 @@ from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.session import HEAD, Session, Sites
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, reports_masks
-from vllm_accprobe.capture.vllm.relied_on import unsampled
+from vllm_accprobe.capture.vllm.names_by_release import unsampled
 from vllm_accprobe.dump.journal import MASKS
 from vllm_accprobe.dump.schema import (
     ALLOWED,

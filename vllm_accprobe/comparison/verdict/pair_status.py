@@ -5,7 +5,7 @@ measure that decides is the one that is furthest beyond its limit; a pair withou
 tokens is judged by why each of them flipped. Equal pairs, which are most, are made together, column by column. Not
 here: limits (standards/, judge/), which pairs are origins and the verdict of all (judging.py), who changes it
 afterwards: an origin's pairs (origin_entries.py), another tool's standard (notes.py), a replay (opcheck/proof/
-decide.py).
+apply_proof.py).
 """
 
 from __future__ import annotations

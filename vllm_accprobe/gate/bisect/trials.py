@@ -44,7 +44,7 @@ from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import SendSettings
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.progress import waiting
 from vllm_accprobe.whole_file import write_private
 
 _CONFIG = "with config: "

@@ -5,7 +5,7 @@ minute for a reason. The idea: of a wrong operator two wrong calls and two right
 worst one and some at both ends; what explains the first layer is tried first in the others, on fewer calls; all within
 SECONDS. What is not examined in that time has no cause, which says nothing about it.
 
-Not here: the proof (search.py), where the cause is shown (opcheck/proof/decide.py).
+Not here: the proof (search.py), where the cause is shown (opcheck/proof/apply_proof.py).
 """
 
 from __future__ import annotations

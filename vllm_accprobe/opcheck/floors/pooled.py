@@ -7,7 +7,7 @@ a kernel. The idea: the errors of some hundred rows average out as independent r
 are compared with what chance allows, each with a fifth of the chance, divided by the columns where it tests columns.
 Rows that were met before count once. `unlike`: in sibling layers the same kernel has the same error of the model; the
 logarithm of variance over the model's is compared by a moderated t. `of_each`, `of_pool`: each limit turned round.
-Elsewhere: the rows' own limits (verdict.py), what is computed from coverage (proof/prove.py).
+Elsewhere: the rows' own limits (verdict.py), what is computed from coverage (proof/make_proof.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run import synthetic_inputs
 from vllm_accprobe.opcheck.run.check_calls import Options, check_tap
 from vllm_accprobe.opcheck.run.result_row import FAIL, CheckResult
-from vllm_accprobe.waiting import progress
+from vllm_accprobe.progress import progress
 
 
 class DrawnCalls:

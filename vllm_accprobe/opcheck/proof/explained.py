@@ -7,8 +7,8 @@ golden's reads and mine's, both carried through the reference, then differ by wh
 input is explained where it is, to the bit, an explained output of the same step, or a slice, sum or product of such
 outputs (align/derived.py). What has no reference, was not replayed, or comes from where nothing was captured is not
 explained, and the reason is kept; neither is what the two sides' modules would compute otherwise of the same reads
-(prove.py), and a rank's share that nobody adds up.
-Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decide.py).
+(make_proof.py), and a rank's share that nobody adds up.
+Not here: the replays (opcheck/run/pair.py), what follows for the verdict (apply_proof.py).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def explain(
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
     places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed;
-    otherwise: by tap, why golden's module is another operator (prove.py); computed: of a plan, which rows of an output
-    golden computed rightly though it has no call of it, and why others were not checked (golden_reads.py)."""
+    otherwise: by tap, why golden's module is another operator (make_proof.py); computed: of a plan, which rows of an
+    output golden computed rightly though it has no call of it, and why others were not checked (golden_reads.py)."""
     if not wanted and not taps:
         return Explained()
     plan = planned()

@@ -8,7 +8,7 @@ weighs mine against golden, splits the errors of those who are blamed, and write
 ``{"plan": ...}``, ``{"done": n, "of": m}`` on the way and ``{"proof": ...}`` at the end. Anything more on its standard
 input ends the replay early, as the end of its time does: what was replayed until then is used. No command of its own:
 `accprobe opcheck` is what people use.
-Not here: when it runs (replay_process.py), what is planned (opcheck/run/budget.py), what a proof is (decide.py),
+Not here: when it runs (replay_process.py), what is planned (opcheck/run/budget.py), what a proof is (apply_proof.py),
 how the work is shared (opcheck/run/pair.py).
 """
 
@@ -105,10 +105,10 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.floors import pooled
     from vllm_accprobe.opcheck.machine_precision import of_machine
-    from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.proof import make_proof
     from vllm_accprobe.opcheck.proof.explained import explain
     from vllm_accprobe.opcheck.proof.golden_reads import GoldenReads
-    from vllm_accprobe.opcheck.proof.prove import covers, split_errors
+    from vllm_accprobe.opcheck.proof.make_proof import covers, split_errors
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair
     from vllm_accprobe.opcheck.run.budget import Planner, Wishes
@@ -144,8 +144,8 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     settled = [of_machine.settle(side) for side in (theirs, rows)]
     theirs, rows = (side for side, _ in settled)
     machines = {side: found.habits for side, (_, found) in zip(("golden", "mine"), settled, strict=True)}
-    found = prove.wrong(rows)
-    alike = prove.shared(prove.wrong(theirs), found)
+    found = make_proof.wrong(rows)
+    alike = make_proof.shared(make_proof.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, planned)
     constants = other_values(*dumps)
@@ -161,19 +161,19 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     # A line that ended the replay early may stand before what the comparison wants explained.
     further = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
     taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in further.places), *further.taps])
-    otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
+    otherwise = make_proof.computed_otherwise((sides[0], sides[1]), references, taps, constants)
     # What the replay has left of its time: none of it passed while the comparison was waited for.
     rest = _Ends(None if arguments.seconds is None else arguments.seconds - took, ends.interrupted)
     explained = explain(
         dumps[0], dumps[1], (theirs, rows), further.places, further.taps, planned, otherwise,
         lambda plan: GoldenReads(dumps[0], sides[1], references, plan, rest.seconds, planner.cost_of_mine).rows,
     )  # fmt: skip
-    proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
+    proof = make_proof.prove(theirs, rows, splits, bool(ops) or left > 0, outliers=unlike, machines=machines,
                         explained=explained, causes=causes)  # fmt: skip
     if left > 0:
         limit = None if ends.interrupted else arguments.seconds
         proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, limit), *proof.notes))
-    others = prove.effects(sides[1], references, constants)
+    others = make_proof.effects(sides[1], references, constants)
     return replace(proof, covers=covers(rows, own), constants=others, notes=(*proof.notes, *failures)).to_json()
 
 

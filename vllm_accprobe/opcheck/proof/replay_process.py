@@ -7,7 +7,7 @@ once, a large one when the comparison's result is there. There is none where tor
 a process of its own: `compare` imports no torch, and a replay that dies leaves the comparison as it was, with a note.
 Ctrl-C ends the replay alone, and what it has is used; once more ends all. What it proved is kept next to the
 comparison, for `--rejudge`. Not here: the replay (replay_child.py), what it takes first (opcheck/run/budget.py), what
-it means (decide.py).
+it means (apply_proof.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from vllm_accprobe.comparison.store import MEASURED
 from vllm_accprobe.dump.decode import value_at
 from vllm_accprobe.dump.reader import run_json
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
-from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
+from vllm_accprobe.opcheck.proof.apply_proof import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of
+from vllm_accprobe.progress import progress, waiting
 from vllm_accprobe.refusals import CommandError
-from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_text
 
 SECONDS = 60.0

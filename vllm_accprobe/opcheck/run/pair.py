@@ -8,7 +8,7 @@ together; further processors are threads of these. It forks only on Linux, where
 it has no threads that a fork would lose; elsewhere it does all alone. What another process that died has not reported,
 the first one checks itself. The rows are the same either way, in the order of the tasks. Calls that are too large for a
 block are checked in parts, and are one row again. When the time is over, each ends with the call that it is at.
-Not here: which calls (budget.py), the check (check_calls.py), what two dumps' rows prove (prove.py).
+Not here: which calls (budget.py), the check (check_calls.py), what two dumps' rows prove (make_proof.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ rounding resembles a fault. The idea: a module of mine that is wrong for its own
 ``replay``, before those that are inferred; one that golden runs as wrong is noted, not blamed. The pairs of a blamed
 output are measured against the replay's limit, so that a table and the verdict show one factor (`with_replayed`). A
 gap that holds a module proved wrong is none any more, and one proved right leaves it (`narrowed`). What a cache of 8
-bits alone does is reported apart (`rounded_caches`). A proof is a plain value, made where torch is (prove.py), kept as
-JSON, and applied here without torch. Not here: figures of caches (opcheck/references/caches.py).
+bits alone does is reported apart (`rounded_caches`). A proof is a plain value, made where torch is (make_proof.py),
+kept as JSON, and applied here without torch. Not here: figures of caches (opcheck/references/caches.py).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ReplayFinding:
     """The worst output of a module of mine that is wrong for its own inputs.
 
     seq: its place in the order of execution; created: relative error of the worst row, severity: measured / allowed;
-    propagated: what came in with its inputs (prove.py), None where that is not known; where it is, created,
+    propagated: what came in with its inputs (make_proof.py), None where that is not known; where it is, created,
     request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
     tier, times, chance: which floor it breaks, by how much, and how likely rounding alone breaks it (statistic.py),
     chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None; measure: what is
@@ -198,8 +198,8 @@ class ReplayResult:
     and golden's own with it);
     machines: how "golden" and "mine" compute, habits of judge/profile.py; allowed: those of ``truncating`` that do
     something else that their machine does everywhere, and what; caches: of attentions that have an 8-bit cache on one
-    side only, see decide.py; covers: of each module of mine what was checked (prove.py);
-    constants: of modules with other constants than golden's, whether that matters (prove.py)."""
+    side only, see apply_proof.py; covers: of each module of mine what was checked (make_proof.py);
+    constants: of modules with other constants than golden's, whether that matters (make_proof.py)."""
 
     blamed: tuple[ReplayFinding, ...]
     shared: tuple[str, ...]

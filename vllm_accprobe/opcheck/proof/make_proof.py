@@ -7,7 +7,7 @@ module created |M - R| / |G| and passed on |R - G| / |G|, Euclidean norms over a
 the calls, the rows and the smallest error that would have been named are kept (`covers`). A constant that golden has
 otherwise matters where both values through the reference give outputs further apart than rounding allows (`effects`);
 so does any other difference between the two modules (`computed_otherwise`), and what it moves is not acquitted.
-Not here: the table of covers (comparison/coverage.py), what follows for a comparison (decide.py, comparison/notes.py).
+Not here: the table of covers (comparison/coverage.py), what follows (apply_proof.py, comparison/notes.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.machine_precision.of_machine import sentence
-from vllm_accprobe.opcheck.proof.decide import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
+from vllm_accprobe.opcheck.proof.apply_proof import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References

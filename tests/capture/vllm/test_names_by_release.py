@@ -5,7 +5,7 @@ import re
 import pytest
 from support.touched import touched
 
-from vllm_accprobe.capture.vllm.relied_on import PLACES
+from vllm_accprobe.capture.vllm.names_by_release import PLACES
 
 NOT_VLLMS = {
     "lengths": "our word", "begins": "our word", "slots": "our word",
@@ -31,7 +31,7 @@ NOT_VLLMS = {
     "events": "a setting", "full": "a setting", "kv": "our word", "gate": "our word",
     "up": "our word", "block_tables": "of metadata of 0.11, and of vendors",
     "enable_sequence_parallelism": "of 0.11, with pass_config",
-    "batch_sharder": "a mode, see relied_on.py", "adaptive_verification": "a mode", "model_state": "a mode",
+    "batch_sharder": "a mode, see names_by_release.py", "adaptive_verification": "a mode", "model_state": "a mode",
     "num_new_sampled_tokens_per_step": "a mode", "use_sequence_parallel_moe": "a mode", "enable_sp": "a mode",
     "prints": "a setting", "_dispatch_has_kernel_for_dispatch_key": "torch's operators", "Module": "torch's",
     "__accprobe_original__": "ours",
@@ -66,7 +66,7 @@ def _unknown(found: dict[str, set[str]]) -> dict[str, set[str]]:
 def test_all_that_capture_touches_is_declared() -> None:
     unknown = _unknown(touched())
     unknown = {name: where for name, where in unknown.items() if name not in ("*DIR", "*FORCE")}  # ours, of plugin.py
-    assert not unknown, "declare these in vllm_accprobe/capture/vllm/relied_on.py, or say whose they are"
+    assert not unknown, "declare these in vllm_accprobe/capture/vllm/names_by_release.py, or say whose they are"
 
 
 @pytest.mark.parametrize(

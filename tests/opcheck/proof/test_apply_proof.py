@@ -14,9 +14,9 @@ from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import PROVED, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
-from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide, narrowed, with_replayed
+from vllm_accprobe.opcheck.proof.apply_proof import ReplayResult, decide, narrowed, with_replayed
 from vllm_accprobe.opcheck.proof.explained import Explained
-from vllm_accprobe.opcheck.proof.prove import prove
+from vllm_accprobe.opcheck.proof.make_proof import prove
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
 
 
