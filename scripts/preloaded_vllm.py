@@ -9,7 +9,9 @@ its own processes are forked, too. For scripts on the CPU only: fork is not for 
     command(bin, path, program)  # ``path`` runs this Python file with its words, in a fork too
     bin / FORKED                 # runs the Python file that is its first word
 
-What vLLM decides while it is imported is decided by ``environ``; PYTHONPATH and OMP_NUM_THREADS are each command's own.
+What vLLM decides while it is imported is decided by ``environ``, and which accprobe it is; OMP_NUM_THREADS and what
+else PYTHONPATH has are each command's own. What is done here once is tested by starts from nothing
+(tests/e2e/test_run_command.py): that numba comes after vLLM's kernels, and a compiler in a step that is captured.
 Not here: what is served.
 """
 

@@ -12,7 +12,7 @@ import torch
 from vllm_accprobe.capture.core import rows as rowmaps
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, Site, StepState
+from vllm_accprobe.capture.core.session import LANGUAGE, VISION, Session, Sink, Site, StepState
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import REQUEST
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -119,6 +119,20 @@ def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path:
     assert np.array_equal(read(dump, "output.dense"), np.arange(40.0, dtype=np.float32).reshape(8, 5)[kept])
     assert np.array_equal(read(dump, "output.wide"), np.arange(24.0, dtype=np.float32).reshape(3, 8)[:, kept])
     assert np.array_equal(read(dump, "output.strided"), np.arange(80).reshape(8, 10)[kept, ::2])
+
+
+@pytest.mark.parametrize(("part", "name", "shape"), [(VISION, "vision/1", (5, 3)), (LANGUAGE, "tokens", (3, 5)),
+                                                     (LANGUAGE, "tokens", (3, 3))])  # fmt: skip
+def test_positions_have_their_rows_where_the_model_has_them(sink, tmp_path, part, name, shape):
+    """Of patches, as LLaVA-OneVision-2 passes them, in front; of M-RoPE behind."""
+    rows = shape[0] if part == VISION else shape[1]
+    space = Space(name, rows, rows, [(0, 2)], [Segment(0, 0, 2, 0)])
+    session = Session(ProbeConfig(), sink, Layouts({}, 0, 1), lambda line: None, lambda part, rows: space)
+    positions = torch.arange(shape[0] * shape[1]).view(shape)
+    sink.step(Step(0))
+    session.take(StepState(0, True), {}, "m", "M", "input.patch_positions", 0, positions, part)
+    kept = positions[:2] if part == VISION else positions[:, :2]
+    assert np.array_equal(read(closed(sink, tmp_path), "input.patch_positions"), kept.numpy())
 
 
 def test_steps_whose_rows_take_turns_share_decisions_and_keep_their_own_rows(sink: Sink, tmp_path: Path) -> None:

@@ -220,3 +220,24 @@ def test_of_ended_requests_those_stay_that_a_block_may_name() -> None:
     assert len(schedule.names) <= 2 * RECENT + 3
     assert schedule.contexts[schedule.context[1]] == ("", "s5")
     assert len(schedule.contexts) <= RECENT + 3
+
+
+def test_an_old_request_that_has_just_ended_is_known_while_numbers_of_it_arrive() -> None:
+    schedule, writer = Schedule([PAGED], 10), np.full(10, -1)
+
+    def one_more(number: int) -> bool:
+        """Whether that was one too many."""
+        name = f"r{number}"
+        new, known = NewRequest(name, range(4), 4, ()), len(schedule.names)
+        begun(schedule, number, {name: [[2]]}, counts={name: 4}, new=[new])
+        if number:
+            schedule.ended([name])
+        schedule.forget([writer])
+        return len(schedule.names) < known
+
+    number = next(n for n in range(3 * RECENT) if one_more(n))
+    for more in range(number + 1, number + RECENT - 1):
+        assert not one_more(more)
+    schedule.ended(["r0"])  # its block has another owner, and a device has not said yet who wrote it
+    assert any(one_more(more) for more in range(number + RECENT - 1, number + RECENT + 3))
+    assert schedule.names[0] == "r0"

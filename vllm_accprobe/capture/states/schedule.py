@@ -98,7 +98,8 @@ class BlockArrival:
 
 
 RECENT = 1024
-"""Chosen: ended requests that are known at least, and at most as many more, 0.3 KB each; a step has fewer."""
+"""Chosen: requests that began or ended last, which stay known whatever blocks say; besides those that blocks name, at
+most as many more, 0.3 KB each."""
 
 
 class Schedule:
@@ -141,6 +142,7 @@ class Schedule:
         for one in found:
             self._holds(one, -1)
             self.suspects.discard(one.name)
+            self.names[one.number] = self.names.pop(one.number)  # among the recent ones, however old its number is
         return found
 
     def forget(self, writers: Sequence[np.ndarray]) -> None:
@@ -149,10 +151,10 @@ class Schedule:
         if len(self.names) < self._most:
             return
         live = list(self.requests.values())
-        used = {one.number for one in live}.union(*(of.tolist() for of in (self.taker, *writers)))
-        for number in [n for n in self.names if n < self._next - RECENT and n not in used]:
+        used = {one.number for one in live}.union(*(np.unique(of).tolist() for of in (self.taker, *writers)))
+        for number in [n for n in list(self.names)[:-RECENT] if n not in used]:
             del self.names[number], self.done[number], self.req[number]
-        contexts = {0, *(one.context for one in live), *self.context.tolist()}
+        contexts = {0, *(one.context for one in live), *np.unique(self.context).tolist()}
         self.contexts = {n: context for n, context in self.contexts.items() if n in contexts}
         self._context_of = {context: n for n, context in self.contexts.items()}
         self._most = len(self.names) + RECENT
