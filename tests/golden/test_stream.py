@@ -309,7 +309,7 @@ def test_generated_tokens_chosen_rows_and_log_probabilities(qwen2: Path, tmp_pat
             assert np.array_equal(found[1], found[0][at])
         with torch.no_grad():
             expected = torch.log_softmax(net(input_ids=torch.tensor([ids])).logits[0], -1)
-        reply = replies.read_pass(tmp_path / "some" / ANSWERS, 0)[f"p{step}"]
+        reply = replies.read(tmp_path / "some" / ANSWERS).passes[0][f"p{step}"]
         assert [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())] == ids
         for row, (token, value, (best, values)) in enumerate(
             zip(ids[1:], reply.logprobs or (), reply.top or (), strict=True)

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.dump.block_code import FORWARD, INSIDE, output_of, parsed
-from vllm_accprobe.dump.decode import fits
 from vllm_accprobe.judge.rounding_unit import unit
 from vllm_accprobe.opcheck.reference import (
     RECEIVED,
@@ -194,8 +193,8 @@ def of_code(call: Call) -> dict[str, Expected]:
 
 
 def _of_code(call: Call) -> dict[str, Expected]:
-    texts: Any = call.attrs.get(FORWARD)
-    if not fits(dict[str, str], texts):
+    texts = call.attrs.get(FORWARD)
+    if not isinstance(texts, dict) or not all(isinstance(t, str) for t in texts.values()):
         raise Declined(NO_FORMULA)
     all_seen(call)
     if (child := texts.get("output")) is not None:  # all that this child gave
