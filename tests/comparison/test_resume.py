@@ -18,12 +18,16 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report.table import write_csv
 
 
-def test_other_code_of_the_same_release_begins_anew(tmp_path, monkeypatch):
+def test_other_code_begins_anew_and_so_does_another_release_of_equal_times_and_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_CODE", tmp_path)
     (tmp_path / "a.py").write_text("1")
     before = identity([])
     (tmp_path / "a.pyc").write_text("compiled")
     assert identity([]) == before
+    monkeypatch.setattr(store, "__version__", "0.0.0")
+    assert identity([]) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(store, "_CODE", tmp_path)
     (tmp_path / "a.py").write_text("1.0")
     assert identity([]) != before
 

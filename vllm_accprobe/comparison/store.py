@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from vllm_accprobe import __version__
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
@@ -310,7 +311,8 @@ PIECE = 4 << 20
 
 
 _CODE = Path(__file__).resolve().parents[1]
-"""This package, whose sources decide what is paired and measured: of one release there may be several."""
+"""This package, whose sources decide what is paired and measured: of one release there may be several, and of several
+releases files of one time and size, where whoever packs them sets the time."""
 
 
 def identity(dumps: Sequence[Any], *choices: Any) -> str:
@@ -320,7 +322,7 @@ def identity(dumps: Sequence[Any], *choices: Any) -> str:
         root = Path(dump.path)
         files.append([str(root.resolve()), len(dump.records), sorted(_files(root))])
     code = sorted(file for file in _files(_CODE) if file[0].endswith(".py"))
-    text = json.dumps([LAYOUT, code, files, [repr(c) for c in choices]])
+    text = json.dumps([__version__, LAYOUT, code, files, [repr(c) for c in choices]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

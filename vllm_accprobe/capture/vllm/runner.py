@@ -7,7 +7,7 @@ the observers (capture, errcheck, ledger, forcing), which live as long as vLLM's
 every method is wrapped that may run a forward: the root's own, V1's ``_model_forward``, V2's replays. What is missing
 is reported, not guessed. What this room reads of a runner is declared in names_by_release.py.
 
-Not here: what an observer does (vllm_compat.StepObserver), the order of the rows (batch.py), which observer is
+Not here: what an observer does (step_observer.StepObserver), the order of the rows (batch.py), which observer is
 used (plugin.py).
 """
 

@@ -1,5 +1,6 @@
 """ATB's operators from dumps: what a dump keeps, and what it lacks. Their formulas: opcheck/samples/atb.py."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from opcheck.samples.dtypes import HALF
 from opcheck.samples.sample import Draw
 from support.peer_dumps import unpack
 
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.atb.operands import Operands
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP
 
 
@@ -116,3 +118,13 @@ def test_the_reference_dump(tmp_path: Path) -> None:
     assert [(r.tap, r.message.rpartition("(")[2]) for r in rows if r.status != PASS] == [
         (f"{n}_Qwen_layer.4_Mlp.2_ActivationOperation", "its numbers are those of SWISH)") for n in (3, 4)
     ]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "9" * 400])
+def test_a_parameter_that_is_no_finite_number_is_no_formula(value: str) -> None:
+    """Tables and files of strangers: json reads NaN and integers of any size."""
+    given = Operands(Call("a", "A", attrs={"param": {"epsilon": json.loads(value), "axes": [json.loads(value)]}}))
+    with pytest.raises(Declined, match="epsilon is no finite number"):
+        given.param("epsilon", 1e-5)
+    with pytest.raises(Declined, match="axes is no list of numbers"):
+        given.numbers("axes")

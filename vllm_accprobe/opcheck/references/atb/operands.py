@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,6 +101,8 @@ class Operands:
         kinds: dict[type, Any] = {bool: (bool, int), float: (int, float)}
         if not isinstance(found, kinds.get(type(default), type(default))):
             raise Declined(f"parameter {name} is {str(found)[:40]!r}")
+        if not isinstance(found, (str, list)) and not _is_finite(found):
+            raise Declined(f"parameter {name} is no finite number")
         return type(default)(found) if isinstance(default, (bool, float)) else found
 
     def part(self, name: str) -> Operands:
@@ -116,7 +119,7 @@ class Operands:
         found = self.param(name, list(default) if default is not None else [])
         if not found and default is None:
             raise Declined(f"parameter {name} was not recorded")
-        if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in found) or len(found) > 1 << 16:
+        if not all(type(n) in (int, float) and _is_finite(n) for n in found) or len(found) > 1 << 16:
             raise Declined(f"parameter {name} is no list of numbers")
         return found
 
@@ -129,6 +132,11 @@ class Operands:
         """Raises Declined where ``size``, which a parameter requires, is not output 0's: a dump must not decide on
         memory."""
         decline_if(size != self.output().numel(), "its parameters do not fit the output that was captured")
+
+
+def _is_finite(value: float) -> bool:
+    """JSON as tools write it has NaN, and integers of any size."""
+    return abs(value) <= sys.float_info.max
 
 
 def _only_known(param: Mapping[str, Any], depth: int = 0) -> None:
