@@ -293,6 +293,12 @@ def test_a_pipe_gets_lines_whole_whatever_the_columns(name: str, place: Path) ->
     assert max(map(len, in_a_pipe(SHOWN[name], place))) > 80
 
 
+def test_a_closed_output_is_no_internal_error(place: Path) -> None:
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "vllm_accprobe", *SHOWN["summary"].split()]
+    done = subprocess.run(words, cwd=place, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_json_is_not_folded(place: Path) -> None:
     assert json.loads("\n".join(on_a_terminal("inspect --formats --json", 40, place)))["formats"]
 

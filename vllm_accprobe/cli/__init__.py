@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # gone would take a fifth of the time that a dump's lines take.
     gc.set_threshold(100_000, 50, 50)
     atexit.register(_leave)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started it: the next file would have its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # a locale without a dash or an arrow has "?" there
     words = list(sys.argv[1:] if arguments is None else arguments)
