@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Records, pairs and what hangs on them stay until the end: looking through all of them now and then for what has
     # gone would take a fifth of the time that a dump's lines take.
     gc.set_threshold(100_000, 50, 50)
-    atexit.register(_leave)
+    if arguments is None:  # the process is this command's
+        atexit.register(_leave)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started it: the next file would have its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

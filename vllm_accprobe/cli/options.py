@@ -167,7 +167,7 @@ def _processed(param: Any, ctx: Any, value: Any) -> Any:
 
 
 def _readable(path: str) -> bool:
-    """Or not there, which the command reports."""
+    """Whether a path can be read, or does not exist, which the command reports."""
     return os.access(path, os.R_OK) or not os.path.lexists(path)
 
 

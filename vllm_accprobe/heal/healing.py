@@ -29,7 +29,7 @@ from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.teacher_forcing import replaced
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
-from vllm_accprobe.capture.vllm.vllm_compat import asked_for, batch_of_layer, compiles, language_prefix
+from vllm_accprobe.capture.vllm.vllm_compat import batch_of_layer, compiles, language_prefix, requested_model
 from vllm_accprobe.config import PREFIX, ProbeConfig, nearest
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.heal.live_calls import (
@@ -131,7 +131,7 @@ class HealObserver(StepObserver):
             self._refuse("the engine is compiled, and runs no Python that could be replaced: start vLLM with "
                          "--enforce-eager")  # fmt: skip
             return
-        config = asked_for(runner.vllm_config.model_config).get("config")
+        config = requested_model(runner.vllm_config.model_config).get("config")
         if config is None:
             described = getattr(runner.vllm_config.model_config, "hf_config", None)
             config = described.to_dict() if described is not None else {}

@@ -371,7 +371,7 @@ def device_name(device: torch.device) -> str:
 _MOST_CONFIG = 1 << 18
 
 
-def asked_for(model_config: Any) -> dict[str, Any]:
+def requested_model(model_config: Any) -> dict[str, Any]:
     """``config``: the model's config.json as it lies beside the weights, plain values, at most 256 KiB of them;
     ``overrides``: the names that this run was started with other values of. {} for a model that is no folder here."""
     with contextlib.suppress(Exception):
@@ -407,7 +407,7 @@ def run_info(
             "quantization": getattr(model_config, "quantization", None),
             "max_model_len": getattr(model_config, "max_model_len", None),
         }
-        | asked_for(model_config),
+        | requested_model(model_config),
         parallel={k: v for k, v in parallel.items() if k != "rank"},
         engine={
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
