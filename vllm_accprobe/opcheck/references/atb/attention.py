@@ -22,8 +22,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
-from vllm_accprobe.opcheck.references.atb.moving import within
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator, within
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import NZ, TOKENS
 from vllm_accprobe.opcheck.references.paged_attention import past

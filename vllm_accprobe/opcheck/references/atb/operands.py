@@ -123,6 +123,14 @@ class Operands:
             raise Declined(f"parameter {name} is no list of numbers")
         return found
 
+    def integers(self, name: str, default: Sequence[int] | None = None) -> list[int]:
+        """`numbers`, as integers."""
+        return [int(n) for n in self.numbers(name, default)]
+
+    def axis(self, name: str, default: int, k: int = 0) -> int:
+        """A parameter that is a dimension of input k, counted from the front; raises Declined."""
+        return axis_of(self.param(name, default), self.tensor(k).dim())
+
     def exactly(self, count: int) -> None:
         """Raises Declined where there are more inputs than the parameters require: one of them is unknown."""
         if len(self) > count:
@@ -132,6 +140,21 @@ class Operands:
         """Raises Declined where ``size``, which a parameter requires, is not output 0's: a dump must not decide on
         memory."""
         decline_if(size != self.output().numel(), "its parameters do not fit the output that was captured")
+
+
+def axis_of(axis: Any, dims: int) -> int:
+    """A dimension counted from the front; raises Declined where there is none of this number."""
+    if not isinstance(axis, int) or not -dims <= axis < max(dims, 1):
+        raise Declined(f"{axis!r} is none of {dims} dimensions")
+    return axis % max(dims, 1)
+
+
+def within(index: Tensor, size: int) -> Tensor:
+    """Indices as int64; raises Declined where one lies outside of ``size``."""
+    found = index.long()
+    if found.numel() and (int(found.min()) < 0 or int(found.max()) >= size):
+        raise Declined("an index lies outside of what it is an index of")
+    return found
 
 
 def _is_finite(value: float) -> bool:
@@ -147,13 +170,32 @@ def _only_known(param: Mapping[str, Any], depth: int = 0) -> None:
             raise Declined(f"parameter {name[:40]} is not known here")
 
 
-def operator(*names: str, by_rows: bool = False) -> Callable[[Callable[[Operands], Outputs]], Reference]:
-    """Marks a function from Operands to outputs by role (``output.0``, ``inplace.2``), for these types."""
+_REFUSALS = (RuntimeError, IndexError, ValueError, ArithmeticError)
+"""What torch raises for parameters that do not fit its tensors."""
+NO_FIT = "its parameters do not fit its inputs"
 
-    def mark(function: Callable[[Operands], Outputs]) -> Reference:
+
+def operator(
+    *names: str, by_rows: bool = False, moves: bool = False, writes: int | None = None
+) -> Callable[[Callable[[Operands], Any]], Reference]:  # fmt: skip
+    """Marks a function of Operands as the reference of these types. It returns outputs by role (``output.0``,
+    ``inplace.2``), or output 0, or a list of outputs; a tensor must be equal to the bit. moves: numbers are moved by
+    torch's own operations alone, which refuse parameters that do not fit: then the call is declined. writes: the input
+    that output 0 is written over."""
+
+    def mark(function: Callable[[Operands], Any]) -> Reference:
         @functools.wraps(function)
         def judged(call: Call) -> Outputs:
-            return {**_unchanged(call), **function(Operands(call))}
+            try:
+                found = function(Operands(call))
+            except _REFUSALS:
+                if moves:
+                    raise Declined(NO_FIT) from None
+                raise
+            many = found if isinstance(found, (list, tuple, Mapping)) else [found]
+            by_role = many if isinstance(many, Mapping) else {f"output.{k}": y for k, y in enumerate(many)}
+            found = {role: equal(y) if isinstance(y, torch.Tensor) else y for role, y in by_role.items()}
+            return {**_unchanged(call), **({} if writes is None else {f"inplace.{writes}": found["output.0"]}), **found}
 
         return reference(*names, by_rows=by_rows)(judged)
 
