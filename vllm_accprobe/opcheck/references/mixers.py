@@ -23,13 +23,23 @@ import torch.nn.functional as F
 from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.parts import RowResults, reshaped, unit_of
-from vllm_accprobe.opcheck.references.recurrent import EPSILON, Rounds, as_it_is, by_heads, gates, rule, scan, spread_of
+from vllm_accprobe.opcheck.references.recurrent import (
+    EPSILON,
+    Rounds,
+    as_it_is,
+    at_random,
+    by_heads,
+    gates,
+    rule,
+    samples_of,
+    scan,
+    spread_of,
+)
 
 Tensor = Any  # a torch.Tensor
 State = tuple[Tensor, Tensor]
 """The last inputs of the convolution [..., width - 1, channels], and the recurrence's state; float64, or float32 of
 samples, which have a leading dimension."""
-SAMPLES = 8
 _LONGEST = 1 << 30
 """Chosen: numbers of a state times rows of a call, a few seconds; requests beyond it have no reference."""
 _TOO_LONG = "a recurrence that is too long to be computed again here"
@@ -264,18 +274,13 @@ def both(
     """(results by role, each (exact, samples), and the states behind them). rows: first, stop of ``past``; stored: one
     rounding of a state that is kept between calls, 0.0 for none that matters."""
     exact, samples = start
-    narrow = tuple(t.float().expand(SAMPLES, *t.shape[1:]) for t in exact) if samples is None else samples
+    narrow = (samples_of(exact[0]), samples_of(exact[1])) if samples is None else samples
     own = {n: t[rows[0] : rows[1]].double().unsqueeze(0) for n, t in past.items() if n != CARRIED}
-    generator = torch.Generator().manual_seed(rows[0])
-
-    def rounds(x: Tensor, u: float) -> Tensor:
-        return x * (1.0 + u * (2.0 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1.0))
-
+    rounds = at_random(rows[0])
     if rows[0] == rows[1]:
         return {}, (exact, narrow)
     values, after = mixer.advance(as_it_is, unit, own, exact)
     with torch.no_grad():
-        drawn = {n: t.float().expand(SAMPLES, *t.shape[1:]) for n, t in own.items()}
-        sampled, spread = mixer.advance(rounds, unit, drawn, narrow)
+        sampled, spread = mixer.advance(rounds, unit, {n: samples_of(t) for n, t in own.items()}, narrow)
     spread = (spread[0], rounds(spread[1], stored) if stored else spread[1])
     return {role: (values[role], sampled[role]) for role in values}, (after, spread)

@@ -39,23 +39,30 @@ def as_it_is(x: Tensor, unit: float) -> Tensor:
     return x
 
 
+def at_random(seed: int) -> Rounds:
+    """Roundings that are drawn: each number times 1 + u r, r uniform in [-1, 1], which has the variance of a rounding
+    to nearest at most."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x, u: x * (1.0 + u * (2.0 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1.0))
+
+
+def samples_of(x: Tensor) -> Tensor:
+    """x [1, ...] as SAMPLES of float32, from which the drawn roundings part."""
+    return x.float().expand(SAMPLES, *x.shape[1:])
+
+
 def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | None) -> tuple[Any, ...]:
     """((value, noise), ...) for each result of ``evaluate(rounds, *operands)``. operands: float64, or None. Operands
     get a leading dimension, one or SAMPLES long; each result has it too. The last dimension is one head's: no element
     gets less noise than its root mean square.
 
     The recurrence is computed SAMPLES times more, in float32, with each quantity that a kernel may round,
-    ``rounds(x, unit)``, multiplied by 1 + u r, r uniform in [-1, 1], which has the variance of a rounding to nearest at
-    most; the spread of the results is the noise [Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997]."""
-    exact = evaluate(as_it_is, *(None if x is None else x.unsqueeze(0) for x in operands))
-    generator = torch.Generator().manual_seed(0)
-
-    def rounds(x: Tensor, unit: float) -> Tensor:
-        return x * (1.0 + unit * (2.0 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1.0))
-
-    narrow = (None if x is None else x.float().expand(SAMPLES, *x.shape) for x in operands)
+    ``rounds(x, unit)``, rounded `at_random`; the spread of the results is the noise [Monte Carlo arithmetic: D. S.
+    Parker, UCLA CSD-970002, 1997]."""
+    one = [None if x is None else x.unsqueeze(0) for x in operands]
+    exact = evaluate(as_it_is, *one)
     with torch.no_grad():
-        samples = evaluate(rounds, *narrow)
+        samples = evaluate(at_random(0), *(None if x is None else samples_of(x) for x in one))
     return tuple(spread_of(value, sample) for value, sample in zip(exact, samples, strict=True))
 
 

@@ -36,11 +36,7 @@ def scores(call: Call) -> Expected:
         f = Arguments(call, "q k weights cu_seqlen_ks cu_seqlen_ke")
         f["k"], f["k_scale"] = f["k"]
     q, k, scale, w = f.wide("q", "k", "k_scale", "weights")
-    k = k * scale.reshape(-1, 1)
-    raw = torch.einsum("mhd,nd->mhn", q, k)
-    size = torch.einsum("mhd,nd->mhn", q.abs(), k.abs())
-    y = torch.einsum("mhn,mh->mn", raw.clamp(min=0), w)
-    bound = gamma(q.shape[-1] + q.shape[1] + 4) * torch.einsum("mhn,mh->mn", size, w.abs())
+    y, bound = _of_keys(q, k * scale.reshape(-1, 1), w)
     place = torch.arange(len(k))
     seen = (place >= f["cu_seqlen_ks"].reshape(-1, 1)) & (place < f["cu_seqlen_ke"].reshape(-1, 1))
     out = call.outputs["output.0"]
@@ -48,6 +44,14 @@ def scores(call: Call) -> Expected:
     value = unseen_left(y, seen, out)
     bound, rows = bound.masked_fill(~seen, 0.0), rows_to_judge(value, seen)
     return Expected(value, bound / 3.0, bound=bound, rows=rows, reason=LARGE)
+
+
+def _of_keys(q: Tensor, keys: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [queries, keys] and their bound: q [queries, heads, d], keys [keys, d], w [queries, heads]."""
+    dots = torch.einsum("mhd,nd->mhn", q, keys).clamp(min=0)
+    sizes = torch.einsum("mhd,nd->mhn", q.abs(), keys.abs())
+    y, size = (torch.einsum("mhn,mh->mn", *pair) for pair in ((dots, w), (sizes, w.abs())))
+    return y, gamma(q.shape[-1] + q.shape[1] + 4) * size
 
 
 def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
@@ -177,7 +181,7 @@ def _scored(
 ) -> Expected:  # fmt: skip
     """q [requests, n, heads, d], weights [requests * n, heads], lengths [requests] or [requests, n]; cleans: whether
     the kernel may put minus infinity behind a row's keys."""
-    requests, many, heads, width = q.shape
+    requests, many, _, width = q.shape
     out = call.outputs["output.0"]
     decline_if(len(out) != requests * many, "its scores have another shape than queries by keys")
     codes, scales = parts(cache, size, width)
@@ -195,12 +199,8 @@ def _scored(
             at = table[r, : -(-stop // size)].long()
             if stop > out.shape[1] or len(at) * size < stop or int(at.min()) < 0 or int(at.max()) >= len(codes):
                 raise Declined("a row's keys lie outside of its scores, or of the blocks that were captured")
-            keys = codes[at].double().reshape(-1, width)[:stop]
-            by = scales[at].double().reshape(-1)[:stop]
-            dots, sizes = q[r, j] @ keys.T, q[r, j].abs() @ keys.abs().T
-            w = weights[row].reshape(-1, 1)
-            value[row, :stop] = (dots.clamp(min=0) * w).sum(0) * by
-            bound[row, :stop] = gamma(width + heads + 4) * (sizes * w.abs()).sum(0) * by.abs()
+            keys = (codes[at].double() * scales[at].double()).reshape(-1, width)[:stop]
+            value[row, :stop], bound[row, :stop] = _of_keys(q[r, j : j + 1], keys, weights[row : row + 1])
             seen[row, :stop] = True
     value = unseen_left(value, seen, out) if cleans else torch.where(seen, value, out.double())
     return Expected(value, bound / 3.0, bound=bound, rows=rows_to_judge(value, seen), reason=LARGE)
