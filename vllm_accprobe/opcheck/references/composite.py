@@ -233,15 +233,12 @@ class Formula:
 
     def expected(self, text: str) -> Expected:
         decline_if(any(_holds(text, word) for word in self._changed()), "a part of the block changed what it received")
-        tree = parsed(text)
-        if tree is None:
-            raise Declined(NO_FORMULA)
+        tree = required(parsed(text), NO_FORMULA)
         try:
             y = self._value(tree)
         except (RecursionError, ArithmeticError):
             raise Declined(NO_FORMULA) from None
-        if not isinstance(y, Expected):
-            raise Declined(NO_FORMULA)
+        decline_if(not isinstance(y, Expected), NO_FORMULA)
         if y.noise is None:  # handed on
             return replace(y, unit=0.0)
         # the last rounding is judged by the output's dtype
@@ -359,8 +356,7 @@ class Formula:
         if sign in (ast.Add, ast.Sub):
             return Expected(operate(x, y), combined(dx[0], dy[0]), unit=kind, bound=dx[1] + dy[1])
         if sign is ast.Div:
-            if not isinstance(b, float):
-                raise Declined(NO_FORMULA)
+            decline_if(not isinstance(b, float), NO_FORMULA)
             return Expected(x / y, dx[0] / y.abs(), unit=kind, bound=dx[1] / y.abs())
         noise = combined(dx[0] * y.abs(), dy[0] * x.abs())
         return Expected(x * y, noise, unit=kind, bound=dx[1] * y.abs() + dy[1] * x.abs())
@@ -383,10 +379,7 @@ def _holds(text: str, word: str) -> bool:
 
 def _place(node: ast.Subscript) -> tuple[str, int]:
     """The path and number that ``path[k]`` names."""
-    found = output_of(node)
-    if found is None:
-        raise Declined(NO_FORMULA)
-    return found
+    return required(output_of(node), NO_FORMULA)
 
 
 def _errors(e: Any) -> tuple[Any, Any]:
@@ -756,8 +749,7 @@ def opaque_convolution(call: Call) -> dict[str, Expected]:
     """(hidden_states, output, layer): its last act copies the rows of its output projection into ``output``."""
     role, out = _buffer(call)
     copies = [t for op, t in call.extra.get("inner", ()) if op.startswith("aten.copy_")]
-    if not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:]:
-        raise Declined(_NOT_INSIDE)
+    decline_if(not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:], _NOT_INSIDE)
     return {role: _in_buffer(out, [copies[-1]])}
 
 

@@ -166,11 +166,9 @@ def packed_product(call: Call) -> dict[str, Expected]:
     f = Arguments(call, "out input bias" if "onednn" in call.cls else "out input packed bias")
     (x,), weight = f.wide("input"), weight_of(call).double()
     why = "the weight of the module that called it does not fit"
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise Declined(why)
+    decline_if(weight.dim() != 2 or weight.shape[1] != x.shape[-1], why)
     y = biased(product(x, weight), f.wide_or_none("bias"), call.unit)
-    if y.value.numel() != f["out"].numel():
-        raise Declined(why)
+    decline_if(y.value.numel() != f["out"].numel(), why)
     return {"inplace.input.0": reshaped(y, f["out"].shape)}
 
 
@@ -274,6 +272,8 @@ def _delta(x: Any, found: Mapping[str, Any], unit: float) -> Expected:
     exact = scaling == 0 or math.frexp(abs(scaling))[0] == 0.5
     step = 0.0 if exact else unit  # B is scaled once, in its own dtype
     inner = rounded(product(x, a), unit)
+    assert inner.noise is not None
+    assert inner.bound is not None
     y, size, at_most = inner.value @ scaled.T, inner.value.abs(), scaled.abs().T
     outer, spread = size @ at_most, (inner.value**2) @ (scaled**2).T
     # a subnormal number of s B, and of what it gives

@@ -22,19 +22,9 @@ import torch.nn.functional as F
 
 from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
+from vllm_accprobe.opcheck.references import recurrent
 from vllm_accprobe.opcheck.references.parts import RowResults, reshaped, unit_of
-from vllm_accprobe.opcheck.references.recurrent import (
-    EPSILON,
-    Rounds,
-    as_it_is,
-    at_random,
-    by_heads,
-    gates,
-    rule,
-    samples_of,
-    scan,
-    spread_of,
-)
+from vllm_accprobe.opcheck.references.recurrent import EPSILON, Rounds, as_it_is, by_heads, samples_of, spread_of
 
 Tensor = Any  # a torch.Tensor
 State = tuple[Tensor, Tensor]
@@ -119,8 +109,9 @@ def _mamba2(call: Call) -> Mixer:
         b, c = (by_heads(t.unflatten(-1, (groups, n)), heads) for t in
                 (mixed[..., inner : inner + groups * n], mixed[..., inner + groups * n :]))  # fmt: skip
         dt = F.softplus(x[..., inner + len(weight) :] + dt_bias.to(x.dtype)).unsqueeze(-1)
-        y, new = scan(rounds, unit, mixed[..., :inner].unflatten(-1, (heads, size)), dt, a.reshape(heads, 1, 1).to(x),
-                      b, c, d.reshape(heads, 1).to(x), None, state[1])  # fmt: skip
+        inputs = mixed[..., :inner].unflatten(-1, (heads, size))
+        y, new = recurrent.scan(rounds, unit, inputs, dt, a.reshape(heads, 1, 1).to(x), b, c,
+                                d.reshape(heads, 1).to(x), None, state[1])  # fmt: skip
         return {"norm/x": y.flatten(-2)}, (window, new)
 
     return Mixer(weight.shape[1], len(weight), (heads, size, n), advance, heads)
@@ -163,9 +154,9 @@ def _delta_net(call: Call) -> Mixer:
         q, k = (t.unflatten(-1, (keys, size)) for t in (q, k))
         q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + EPSILON) for t in (q, k))
         q, k = (t.repeat_interleave(share, -2) for t in (q, k))
-        g, beta = gates(a_log.to(x.dtype), a, b, dt_bias.to(x.dtype))
-        y, new = rule(rounds, unit, size**-0.5, q, k, v.unflatten(-1, (values, width)), g, rounds(beta, unit),
-                      state[1])  # fmt: skip
+        g, beta = recurrent.gates(a_log.to(x.dtype), a, b, dt_bias.to(x.dtype))
+        y, new = recurrent.rule(rounds, unit, size**-0.5, q, k, v.unflatten(-1, (values, width)), g, rounds(beta, unit),
+                                state[1])  # fmt: skip
         return {"norm/x": y.flatten(-2)}, (window, new)
 
     return Mixer(weight.shape[1], len(weight), (values, size, width), advance, values)
@@ -218,8 +209,7 @@ def carried(call: Call) -> dict[str, Expected]:
             found[role].put(at, (value, noise))
     made = {}
     for role, rows in found.items():
-        if not rows.parts:
-            raise Declined(_TOO_LONG if long else cache.why or "no row has its whole history in the dump")
+        decline_if(not rows.parts, _TOO_LONG if long else cache.why or "no row has its whole history in the dump")
         value, noise = rows.parts
         out = call.outputs[role]
         decline_if(value.numel() != out.numel(), "what its recurrence made has another shape")
@@ -276,7 +266,7 @@ def both(
     exact, samples = start
     narrow = (samples_of(exact[0]), samples_of(exact[1])) if samples is None else samples
     own = {n: t[rows[0] : rows[1]].double().unsqueeze(0) for n, t in past.items() if n != CARRIED}
-    rounds = at_random(rows[0])
+    rounds = recurrent.at_random(rows[0])
     if rows[0] == rows[1]:
         return {}, (exact, narrow)
     values, after = mixer.advance(as_it_is, unit, own, exact)

@@ -211,8 +211,7 @@ def choosing(call: Call) -> dict[str, Any]:
     if (function := says.get("custom_routing")) in _FUNCTIONS:
         return {"scoring": _FUNCTIONS[function], "renormalize": False, "groups": 1, "top_groups": 1, "factor": 1.0,
                 "bias": None}  # fmt: skip
-    if function:
-        raise Declined(f"its experts are chosen by a function of the model, {function}")
+    decline_if(function, f"its experts are chosen by a function of the model, {function}")
     found, bias = routing_settings(call.config), call.extra.get("gate", {}).get("e_score_correction_bias")
     found |= {name: kind(says[word]) for name, word, kind in _RECORDED if says.get(word) is not None}
     corrected = bool(says.get("has_correction_bias", found.pop("corrected") or bias is not None))
@@ -234,8 +233,7 @@ def _complete(found: dict[str, Any], bias: Any | None, corrected: bool) -> dict[
     """Settings of `route`, ``bias`` among them. Raises Declined where one is missing."""
     if "scoring" not in found or "renormalize" not in found:
         raise Declined("how its experts are chosen and weighed was not recorded")
-    if corrected and bias is None:
-        raise Declined("what corrects the scores of its experts was not captured")
+    decline_if(corrected and bias is None, "what corrects the scores of its experts was not captured")
     return {**found, "bias": bias.double() if corrected and bias is not None else None}
 
 

@@ -138,8 +138,7 @@ def parts_of(call: Call) -> NormParts | None:
 def _own(call: Call) -> float:
     """The epsilon. Raises Declined where it was neither recorded nor found."""
     why = call.extra.get("epsilon", {}).get("said")
-    if why and not any(n in call.attrs for n in EPSILONS):
-        raise Declined(why)
+    decline_if(why and not any(n in call.attrs for n in EPSILONS), why)
     return float(call.attr(*EPSILONS))
 
 

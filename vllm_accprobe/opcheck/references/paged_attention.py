@@ -308,8 +308,7 @@ def written(call: Call) -> dict[str, Expected]:
 def on_cpu(call: Call) -> dict[str, Expected]:
     """Caches [blocks, heads, slots, width], packed as ``isa`` has it."""
     f = Arguments(call, "key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype")
-    if str(f["isa"]) not in CPU:
-        raise Declined(f"how kernels for {f['isa']} pack their blocks is not known here")
+    decline_if(str(f["isa"]) not in CPU, f"how kernels for {f['isa']} pack their blocks is not known here")
     if f["key_cache"].dtype.itemsize == 1 and str(f["isa"]) == "amx":
         raise Declined("how kernels for AMX pack 8-bit blocks is not known here")
     return _both(call, f, CPU[str(f["isa"])], f["key_cache"].shape[2])
@@ -347,8 +346,7 @@ def swapped(call: Call) -> dict[str, Expected]:
 
 
 def _copied(source: Tensor, to: Tensor, pairs: Tensor) -> Expected:
-    if not all(isinstance(t, torch.Tensor) for t in (source, to, pairs)):
-        raise Declined("an argument is no tensor")
+    decline_if(not all(isinstance(t, torch.Tensor) for t in (source, to, pairs)), "an argument is no tensor")
     pairs, value = pairs.reshape(-1, 2).long(), to.clone()
     if pairs.numel() and (int(pairs.min()) < 0 or int(pairs.max()) >= min(len(source), len(to))):
         raise Declined("a block lies outside of those that were captured")

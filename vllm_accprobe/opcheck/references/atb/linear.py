@@ -262,8 +262,7 @@ def strided_batch(o: Operands) -> Expected:
     batch, heads = o.param("batch", 1), o.param("headNum", 1)
     turned = [o.param(f"trans{x}" if o.has(f"trans{x}") else f"transpose{x}", False) for x in "AB"]
     sizes = [o.integers(n) for n in ("m", "n", "k", "lda", "ldb", "ldc", "strideA", "strideB", "strideC")]
-    if any(len(v) < batch for v in sizes) or batch * heads > out.numel():
-        raise Declined("its sizes do not fit its batch")
+    decline_if(any(len(v) < batch for v in sizes) or batch * heads > out.numel(), "its sizes do not fit its batch")
     parts = [torch.zeros(out.numel(), dtype=torch.float64) for _ in range(3)]
     at_a = at_b = at_c = 0
     for _, (m, n, k, lda, ldb, ldc, step_a, step_b, step_c) in zip(

@@ -117,8 +117,7 @@ class Operands:
     def numbers(self, name: str, default: Sequence[float] | None = None) -> list[Any]:
         """A parameter that is a list of numbers; raises Declined."""
         found = self.param(name, list(default) if default is not None else [])
-        if not found and default is None:
-            raise Declined(f"parameter {name} was not recorded")
+        decline_if(not found and default is None, f"parameter {name} was not recorded")
         if not all(type(n) in (int, float) and _is_finite(n) for n in found) or len(found) > 1 << 16:
             raise Declined(f"parameter {name} is no list of numbers")
         return found

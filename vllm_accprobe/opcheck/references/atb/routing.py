@@ -37,8 +37,7 @@ def gating(o: Operands) -> list[Tensor]:
         raise Declined("topkExpertNum or cumSumNum does not fit its inputs")
     if len(experts) and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         raise Declined("an expert is none of cumSumNum")
-    if any(not isinstance(e, int) or not 0 <= e < count for e in own):
-        raise Declined("deviceExpert holds none of cumSumNum")
+    decline_if(any(not isinstance(e, int) or not 0 <= e < count for e in own), "deviceExpert holds none of cumSumNum")
     order = torch.argsort(experts, stable=True)
     kept, counts = places[order], torch.bincount(experts, minlength=count)
     valid = []
@@ -113,8 +112,7 @@ def _sorted(o: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _column(t: Tensor, rows: int) -> Tensor:
-    if t.numel() not in (1, rows):
-        raise Declined(f"{t.numel()} limits for {rows} rows")
+    decline_if(t.numel() not in (1, rows), f"{t.numel()} limits for {rows} rows")
     return t.reshape(-1, 1).expand(rows, 1)
 
 

@@ -138,8 +138,7 @@ def npu_dtype_cast(g: FusedArguments) -> Expected:
     """The captured output says which dtype; an operator's integer code does not."""
     x, out = g.stored("self"), g.output(0)
     dtype = g.call.outputs["output.0"].dtype if out is not None else g["dtype"]
-    if not isinstance(dtype, torch.dtype):
-        raise Declined("its dtype was not captured")
+    decline_if(not isinstance(dtype, torch.dtype), "its dtype was not captured")
     if not x.is_floating_point() or not dtype.is_floating_point:
         return Expected(x.to(dtype).to(g.dtype) if dtype.is_floating_point else x.to(dtype), unit=0.0)
     wide = x.to(g.dtype)
@@ -398,8 +397,7 @@ def _class_weights(g: FusedArguments, logits: Any, target: Any) -> tuple[Any, An
 def _check_loss(g: FusedArguments, logits: Any, target: Any) -> None:
     if logits.dim() != 2 or tuple(target.shape) != (len(logits),):
         raise Declined("its logits and targets have an unknown form")
-    if g["reduction"] not in ("mean", "sum", "none"):
-        raise Declined(f"reduction {g['reduction']!r} is unknown")
+    decline_if(g["reduction"] not in ("mean", "sum", "none"), f"reduction {g['reduction']!r} is unknown")
     decline_if(g.number("lse_square_scale_for_zloss"), "its z loss is not in the documents")
 
 
