@@ -59,12 +59,8 @@ def route(
     tie: two scores nearer than this, relatively, are a tie."""
     if scoring == _MIXER:
         return _sparse_mixer(logits, top_k, tie)
-    if scoring == "softmax":
-        scores = torch.softmax(logits, -1)
-    elif scoring == "sigmoid":
-        scores = torch.sigmoid(logits)
-    else:
-        raise Declined(f"scoring function {scoring} is not known")
+    decline_if(scoring not in (_SOFTMAX, _SIGMOID), f"scoring function {scoring} is not known")
+    scores = torch.softmax(logits, -1) if scoring == _SOFTMAX else torch.sigmoid(logits)
     choice = scores if bias is None else scores + bias
     clear = torch.ones(len(logits), dtype=torch.bool)
     if groups > 1:
@@ -155,11 +151,8 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, 
 
 def activation_of(call: Call) -> Any:
     name = call.parent.get("activation") or (call.config.get("hidden_act", "silu") if call.config else None)
-    if name in ("silu", "swish"):
-        return silu
-    if name == "gelu":
-        return gelu
-    raise Declined("which activation the experts have is neither recorded nor in config.json")
+    why = "which activation the experts have is neither recorded nor in config.json"
+    return required({"silu": silu, "swish": silu, "gelu": gelu}.get(str(name)), why)
 
 
 @reference("UnquantizedFusedMoEMethod")

@@ -87,6 +87,10 @@ class Operands:
         """Input k in float64."""
         return self.tensor(k).double()
 
+    def counts(self, k: int) -> list[int]:
+        """Input k, integers, as a flat list."""
+        return [int(n) for n in self.tensor(k).reshape(-1)]
+
     def output(self, k: int = 0) -> Tensor:
         """What was captured as output k; raises Declined."""
         return required(self.call.outputs.get(f"output.{k}"), f"output {k} was not captured")
