@@ -21,7 +21,7 @@ import torch
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import coded
-from vllm_accprobe.opcheck.references.parts import Arguments, equal
+from vllm_accprobe.opcheck.references.parts import Arguments, equal, within
 from vllm_accprobe.opcheck.roundings import gamma
 
 Tensor = Any  # a torch.Tensor
@@ -133,11 +133,9 @@ def attended_in_pages(call: Call) -> dict[str, Expected]:
         for row in range(len(q)):
             rows = []
             for of, cache in caches.items():
-                at = f[f"{of}_slots"][row].reshape(-1).long()
-                at = at[at >= 0]
-                if len(at) and int(at.max()) >= len(cache):
-                    raise Declined("a slot lies outside of the blocks that were captured")
-                rows.append(cache[at])
+                at = f[f"{of}_slots"][row].reshape(-1)
+                why = "a slot lies outside of the blocks that were captured"
+                rows.append(cache[within(at[at >= 0], len(cache), why)])
             keys = torch.cat(rows).unsqueeze(1)
             yield slice(row, row + 1), keys, keys, {}
 
@@ -294,11 +292,11 @@ def gathered(call: Call) -> dict[str, Expected]:
     ends = f["cu_seq_lens"].reshape(-1).tolist()
     codes, scales = (x.flatten(0, 1) for x in parts(f["kv_cache"], size, keys.shape[-1]))
     values = [x.contiguous().view(torch.uint8).reshape(len(x), -1).clone() for x in (keys, by)]
+    why = "a sequence lies outside of the blocks that were captured"
     for row, (first, stop) in enumerate(pairwise(ends)):
         place = torch.arange(stop - first)
-        at = f["block_table"][row].long()[place // size] * size + place % size
-        if len(at) and (int(at.min()) < 0 or int(at.max()) >= len(codes) or stop > len(keys)):
-            raise Declined("a sequence lies outside of the blocks that were captured")
+        at = within(f["block_table"][row].long()[place // size] * size + place % size, len(codes), why)
+        decline_if(stop > len(keys), why)
         for value, source in zip(values, (codes, scales), strict=True):
             value[first:stop] = source[at].contiguous().view(torch.uint8).reshape(stop - first, -1)
     found = zip(roles, values, (keys, by), strict=True)

@@ -22,11 +22,11 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator, within
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import NZ, TOKENS
 from vllm_accprobe.opcheck.references.paged_attention import past
-from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.references.parts import equal, within
 
 Tensor = Any  # a torch.Tensor
 (NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
-from vllm_accprobe.opcheck.references.atb.operands import NO_FIT, Operands, operator, within
+from vllm_accprobe.opcheck.references.atb.operands import NO_FIT, Operands, operator
+from vllm_accprobe.opcheck.references.parts import within
 from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, subnormal
 
 Tensor = Any  # a torch.Tensor

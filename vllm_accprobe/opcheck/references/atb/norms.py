@@ -20,9 +20,9 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import coded, dynamic
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator, within
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.norms import layer_normed, rms_and_root, rms_gradient, rms_normed
-from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.parts import reshaped, unit_of, within
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
 from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, sum_of_two
 

@@ -152,14 +152,6 @@ def axis_of(axis: Any, dims: int) -> int:
     return axis % max(dims, 1)
 
 
-def within(index: Tensor, size: int) -> Tensor:
-    """Indices as int64; raises Declined where one lies outside of ``size``."""
-    found = index.long()
-    if found.numel() and (int(found.min()) < 0 or int(found.max()) >= size):
-        raise Declined("an index lies outside of what it is an index of")
-    return found
-
-
 def _is_finite(value: float) -> bool:
     """JSON as tools write it has NaN, and integers of any size."""
     return abs(value) <= sys.float_info.max
