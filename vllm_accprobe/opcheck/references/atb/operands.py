@@ -170,29 +170,29 @@ _REFUSALS = (RuntimeError, IndexError, ValueError, ArithmeticError)
 NO_FIT = "its parameters do not fit its inputs"
 
 
-def operator(
-    *names: str, by_rows: bool = False, moves: bool = False, writes: int | None = None
-) -> Callable[[Callable[[Operands], Any]], Reference]:  # fmt: skip
+def operator(*names: str, moves: bool = False, writes: int | None = None) -> Callable[[Any], Reference]:
     """Marks a function of Operands as the reference of these types. It returns outputs by role (``output.0``,
     ``inplace.2``), or output 0, or a list of outputs; a tensor must be equal to the bit. moves: numbers are moved by
     torch's own operations alone, which refuse parameters that do not fit: then the call is declined. writes: the input
     that output 0 is written over."""
+
+    refusals = _REFUSALS if moves else ()
 
     def mark(function: Callable[[Operands], Any]) -> Reference:
         @functools.wraps(function)
         def judged(call: Call) -> Outputs:
             try:
                 found = function(Operands(call))
-            except _REFUSALS:
-                if moves:
-                    raise Declined(NO_FIT) from None
-                raise
-            many = found if isinstance(found, (list, tuple, Mapping)) else [found]
-            by_role = many if isinstance(many, Mapping) else {f"output.{k}": y for k, y in enumerate(many)}
-            found = {role: equal(y) if isinstance(y, torch.Tensor) else y for role, y in by_role.items()}
-            return {**_unchanged(call), **({} if writes is None else {f"inplace.{writes}": found["output.0"]}), **found}
+            except refusals:
+                raise Declined(NO_FIT) from None
+            if not isinstance(found, Mapping):
+                found = {f"output.{k}": y for k, y in enumerate(found if isinstance(found, (list, tuple)) else [found])}
+            found = {role: equal(y) if isinstance(y, torch.Tensor) else y for role, y in found.items()}
+            if writes is not None:
+                found[f"inplace.{writes}"] = found["output.0"]
+            return {**_unchanged(call), **found}
 
-        return reference(*names, by_rows=by_rows)(judged)
+        return reference(*names)(judged)
 
     return mark
 
