@@ -278,7 +278,7 @@ def test_truncation_excuses_no_error_that_is_proved(early: bool, away: int) -> N
         mine[3, 4] = y[3, 4] + away * torch.sign(y[3, 4]) * steps * step[3, 4]
         v = rounding.judge(y, mine, "bfloat16", noise=noise, bound=bound)
         assert (v.passed, v.tier) == (not tier, tier)
-        assert v.passed or away < 0 or (v.measure, v.row, v.column) == ("element", 3, 4)
+        assert v.passed or (v.measure, v.row, v.column) == ("element", 3, 4)
 
 
 def test_rows_of_one_step_may_come_from_two_kernels() -> None:

@@ -1,9 +1,11 @@
 """The folder that gentest writes: right where the engine was right, wrong where it was wrong, with torch alone. Its
 files are frozen (tests/freeze, ``gentest``)."""
 
+import ast
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -390,3 +392,21 @@ def test_a_right_call_stays_whole(tmp_path: Path) -> None:
     captured = next(calls.of(0, tap("right")))
     found = shrunk(captured, Bench(references=default_references()), about(captured))
     assert (found.kept, found.before, found.values) == ({}, found.after, REAL)
+
+
+def test_what_the_folder_imports_is_copied_or_comes_with_python_and_torch(tmp_path: Path) -> None:
+    """Read, not run: no test of the folder meets an import inside of a function that it does not call."""
+    write_folder([], tmp_path, "dump")
+    files = {".".join(p.relative_to(tmp_path).with_suffix("").parts).removesuffix(".__init__"): p
+             for p in (tmp_path / "operator_kit").rglob("*.py")}  # fmt: skip
+    outside = {"torch", "numpy", "mindspore", *sys.stdlib_module_names}  # numpy and MindSpore where they are installed
+    modules = files.keys() - {"operator_kit"}  # whose __init__ is empty
+    assert len(modules) > 40
+    for place, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{a.name}" for a in node.names]
+            for name in names:
+                known = {name, name.rpartition(".")[0]} & modules or name.partition(".")[0] in outside
+                assert known, f"{place} imports {name}"

@@ -25,6 +25,7 @@ from opcheck.samples.dtypes import BRAIN, HALF, INT, INT8, LONG, SINGLE
 from opcheck.samples.sample import ONE_OFF, Array, Draw, Made, declined, sample, wide
 
 from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.references.atb.operands import NO_FIT
 
 Variant = tuple[Any, ...]
 """(parameters, inputs, outputs, inplace by number = {}, bump = 1); an operator's name before them where a maker has
@@ -445,11 +446,11 @@ def parameters_that_lead_out() -> Iterator[tuple[Call, str]]:
     for kind, param, inputs, why in (
         ("Gather", {"axis": 0}, [square, torch.tensor([7])], "an index lies outside of what it is an index of"),
         ("AsStrided", {"size": [2, 2], "stride": [9, 1], "offset": [0]}, [four], "its strides lead out of its input"),
-        ("Slice", {"offsets": [3], "size": [9]}, [four], "it cuts beyond its input"),
+        ("Slice", {"offsets": [3], "size": [9]}, [four], NO_FIT),
         ("Repeat", {"multiples": [1 << 50]}, [four], "its parameters do not fit the output that was captured"),
-        ("Transpose", {"perm": [0, 0]}, [square], r"perm \[0, 0\] is no order of 2 dimensions"),
+        ("Transpose", {"perm": [0, 0]}, [square], NO_FIT),
         ("Transpose", {"perm": "10"}, [square], "parameter perm is '10'"),
-        ("Split", {"splitSizes": [1, 9]}, [four], r"splitSizes \[1, 9\] do not fit 4"),
+        ("Split", {"splitSizes": [1, 9]}, [four], NO_FIT),
     ):
         yield atb_call(f"{kind}Operation", param, inputs, [square]), why
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.kernels.float_formats import LOW, half_step
 from vllm_accprobe.opcheck.floors.verdict import Verdict, judge as judge_nearest, judge_each as nearest_of_each, of_one
 
@@ -165,8 +164,9 @@ def _truncated(
         return replace(nearest, rounding=how) if how else nearest
     if not found.toward_zero and not best.passed:
         return nearest
-    if best.passed and nearest.tier == PROVED:  # which is so for any direction of rounding
-        return replace(nearest, rounding=how)
+    if best.passed and (wrong := nearest.beyond_proof) is not None:  # which is so for any direction of rounding
+        measure, value, limit, row, column, *_ = wrong  # the rows' gains are those of the direction
+        return replace(nearest, rounding=how, measure=measure, value=value, limit=limit, row=row, column=column)
     return replace(best, rounding=how or EARLIER, worst_row_rel_l2=nearest.worst_row_rel_l2)
 
 

@@ -213,6 +213,16 @@ def proved(y: Tensor, half: Tensor, bound: Tensor, power: Tensor) -> Tensor:
     return 2.0 * (1.0 + _SECOND) * (half + bound) + _work(y, power)
 
 
+def _beyond_proof(size: Tensor, limit: Tensor, variance: Tensor) -> WorstFound | None:
+    """The element of ``size`` [rows, width] that is furthest beyond its proved ``limit``; None where none is."""
+    width, at = size.shape[1], int((size / limit).argmax())
+    row, column = at // width, at % width
+    value, most, floor = (float(x[row, column]) for x in (size, limit, variance))
+    if value <= most:
+        return None
+    return WorstFound(ELEMENT, *in_deviations(value, most, floor**0.5), row, column, math.inf, size.numel())
+
+
 def _work(y: Tensor, power: Tensor) -> Tensor:
     return _WORK * (y.abs() + (power / y.shape[-1]).sqrt().unsqueeze(-1))
 
@@ -254,7 +264,8 @@ class Verdict:
     nonfinite, nonfinite_mismatch: positions that are not finite, and of them those that differ; worst_row_rel_l2:
     largest relative error of a row; rounding: how mine was rounded where that is not to nearest (rounding.py), else "";
     tier: PROVED or BEYOND_CHANCE where it did not pass; chance: then, that a right output shows as much; ratios:
-    value / limit of each measure; sums: for pooled.py."""
+    value / limit of each measure; beyond_proof: the element that is furthest beyond what is proved, None where none is;
+    sums: for pooled.py."""
 
     passed: bool
     measure: str
@@ -269,6 +280,7 @@ class Verdict:
     tier: str = ""
     chance: float = 0.0
     ratios: tuple[tuple[str, float], ...] = ()
+    beyond_proof: WorstFound | None = field(default=None, compare=False, repr=False)
     sums: ErrorSums | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -373,14 +385,14 @@ def judge_each(
         found.append(element)
         f = max(found, key=lambda f: f.value / f.limit)
         passed = f.value <= f.limit
-        beyond = False
+        beyond: WorstFound | None = None
         if not passed and bound is not None:
-            beyond = bool((d[k].abs() > proved(y[k], half[k], bound[k], power[k])).any())
+            beyond = _beyond_proof(d[k].abs(), proved(y[k], half[k], bound[k], power[k]), v[k])
         verdicts.append(Verdict(
             passed, f.measure, f.value, f.limit, f.row, f.column, counts[k], differ[k],
             worst[k]**0.5 if worst[k] < 1e150 else math.inf, tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
             chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.tests)),
-            ratios=tuple((x.measure, x.value / x.limit) for x in found),
+            ratios=tuple((x.measure, x.value / x.limit) for x in found), beyond_proof=beyond,
             sums=ErrorSums(planes[k], by_row[k], by_column[k], u, common, groups, shared, keys.get(k)),
         ))  # fmt: skip
     return verdicts

@@ -113,13 +113,6 @@ def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
     return Expected(y, noise, bound=bound + subnormal(unit, x.abs()) if f is mish else bound)
 
 
-def by_tanh(call: Call) -> bool:
-    """Which GELU a GeluAndMul has; where none was recorded, by config.json's hidden_act. Raises Declined."""
-    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    decline_if(kind not in (*_TANH, "none", "gelu", "geglu"), "attribute approximate was not recorded")
-    return kind in _TANH
-
-
 _GATED = {"SiluAndMul": "silu_and_mul", "MulAndSilu": "mul_and_silu", "GeluAndMul": "gelu_and_mul"}
 """By class, vLLM's operator; GeluAndMul's is gelu_tanh_and_mul where its GELU is by tanh."""
 _OPERATORS: dict[str, Callable[[Any], Any]] = {
@@ -130,7 +123,12 @@ _OPERATORS: dict[str, Callable[[Any], Any]] = {
 
 
 def _gated_operator(call: Call) -> str:
-    return "gelu_tanh_and_mul" if call.cls == "GeluAndMul" and by_tanh(call) else _GATED[call.cls]
+    """GeluAndMul's GELU as it was recorded, else by config.json's hidden_act. Raises Declined."""
+    if call.cls != "GeluAndMul":
+        return _GATED[call.cls]
+    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+    decline_if(kind not in (*_TANH, "none", "gelu", "geglu"), "attribute approximate was not recorded")
+    return "gelu_tanh_and_mul" if kind in _TANH else "gelu_and_mul"
 
 
 def gate_of(call: Call) -> tuple[Any, Any, Callable[[Any], Any]]:

@@ -143,8 +143,7 @@ def _function(name: str) -> Any:
     else:
         module = ms.mint if head == "Mint" else ms.mint.nn.functional
         found = None if function.startswith("_") or function not in dir(module) else getattr(module, function)
-    if not callable(found) or isinstance(found, type):
-        raise Declined(f"this MindSpore has no function {name}")
+    decline_if(not callable(found) or isinstance(found, type), f"this MindSpore has no function {name}")
     return found
 
 

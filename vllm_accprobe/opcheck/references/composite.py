@@ -189,10 +189,6 @@ LEFT_OUT = "its source code leaves out what its configuration or parts require"
 
 def of_code(call: Call) -> dict[str, Expected]:
     """Outputs by their formulas. Raises Declined."""
-    return only(_of_code(call), source=BY_OWN_CODE)
-
-
-def _of_code(call: Call) -> dict[str, Expected]:
     texts = call.attrs.get(FORWARD)
     if not isinstance(texts, dict) or not all(isinstance(t, str) for t in texts.values()):
         raise Declined(NO_FORMULA)
@@ -202,7 +198,7 @@ def _of_code(call: Call) -> dict[str, Expected]:
     own = {role: text for role, text in texts.items() if role in call.outputs and not role.startswith(INSIDE)}
     found = {role: Formula(call, role).expected(text) for role, text in own.items()}
     decline_if(not found, NOT_HANDED_ON)
-    return found
+    return only(found, source=BY_OWN_CODE)
 
 
 NOT_RECEIVED = "this part did not receive what the block's own code hands to it"
@@ -233,15 +229,12 @@ class Formula:
 
     def expected(self, text: str) -> Expected:
         decline_if(any(_holds(text, word) for word in self._changed()), "a part of the block changed what it received")
-        tree = parsed(text)
-        if tree is None:
-            raise Declined(NO_FORMULA)
+        tree = required(parsed(text), NO_FORMULA)
         try:
             y = self._value(tree)
         except (RecursionError, ArithmeticError):
             raise Declined(NO_FORMULA) from None
-        if not isinstance(y, Expected):
-            raise Declined(NO_FORMULA)
+        decline_if(not isinstance(y, Expected), NO_FORMULA)
         if y.noise is None:  # handed on
             return replace(y, unit=0.0)
         # the last rounding is judged by the output's dtype
@@ -359,8 +352,7 @@ class Formula:
         if sign in (ast.Add, ast.Sub):
             return Expected(operate(x, y), combined(dx[0], dy[0]), unit=kind, bound=dx[1] + dy[1])
         if sign is ast.Div:
-            if not isinstance(b, float):
-                raise Declined(NO_FORMULA)
+            decline_if(not isinstance(b, float), NO_FORMULA)
             return Expected(x / y, dx[0] / y.abs(), unit=kind, bound=dx[1] / y.abs())
         noise = combined(dx[0] * y.abs(), dy[0] * x.abs())
         return Expected(x * y, noise, unit=kind, bound=dx[1] * y.abs() + dy[1] * x.abs())
@@ -383,10 +375,7 @@ def _holds(text: str, word: str) -> bool:
 
 def _place(node: ast.Subscript) -> tuple[str, int]:
     """The path and number that ``path[k]`` names."""
-    found = output_of(node)
-    if found is None:
-        raise Declined(NO_FORMULA)
-    return found
+    return required(output_of(node), NO_FORMULA)
 
 
 def _errors(e: Any) -> tuple[Any, Any]:
@@ -552,17 +541,12 @@ def _experts(call: Call) -> Expected:
     if alone is not None and out is not None and torch.equal(alone.value, out.double()):
         return alone  # up to 0.11 nothing is added; in between shared experts may be, which the block owns
     all_seen(call)
-    routed, factor = child_output(call, "routed_experts.quant_method"), _factor_behind(call)
+    routed, factor = child_output(call, "routed_experts.quant_method"), 1.0
+    if call.cls == "MoERunner":  # the factor of FusedMoE itself is in the weights
+        own = call.attrs.get("routed_scaling_factor")
+        factor = float(own) if own is not None else routed_factor(call)
     shared = child_value(call, "output.0", "_shared_experts._layer", "output.0")
     return _sum(call, routed.value, None if shared is None else shared.value, factor)
-
-
-def _factor_behind(call: Call) -> float:
-    """What this object multiplies its experts' sum with, where a factor is not in the weights."""
-    if call.cls != "MoERunner":  # the factor of FusedMoE itself is in the weights
-        return 1.0
-    own = call.attrs.get("routed_scaling_factor")
-    return float(own) if own is not None else routed_factor(call)
 
 
 def _sum(call: Call, routed: Any, shared: Any | None, factor: float) -> Expected:
@@ -632,23 +616,17 @@ def _apart(call: Call) -> Expected:
 
 @reference("*Model")
 def model(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_model)
-
-
-def _usual_model(call: Call) -> dict[str, Expected]:
-    roles = ("output.0", "output.last_hidden_state")
-    return _handed_on(call, *((role, n, "output.0") for n in ("norm", "final_layernorm") for role in roles))
+    names, roles = ("norm", "final_layernorm"), ("output.0", "output.last_hidden_state")
+    places = [(role, name, "output.0") for name in names for role in roles]
+    return by_class(call, lambda one: _handed_on(one, *places))
 
 
 @reference("*ForCausalLM", "*ForConditionalGeneration")
 def causal_lm(call: Call) -> dict[str, Expected]:
-    return by_class(call, _usual_causal_lm)
-
-
-def _usual_causal_lm(call: Call) -> dict[str, Expected]:
     """vLLM's head runs behind it, in another call; transformers' is inside."""
-    places = [("output.0", "model", "output.0"), ("output.0", "language_model.model", "output.0")]
-    return _handed_on(call, *places, ("output.logits", "lm_head", "output.0"), last=False)
+    places = [("output.0", name, "output.0") for name in ("model", "language_model.model")]
+    places.append(("output.logits", "lm_head", "output.0"))
+    return by_class(call, lambda one: _handed_on(one, *places, last=False))
 
 
 @reference("*VisionPatchEmbed", "*PatchEmbed")
@@ -756,8 +734,7 @@ def opaque_convolution(call: Call) -> dict[str, Expected]:
     """(hidden_states, output, layer): its last act copies the rows of its output projection into ``output``."""
     role, out = _buffer(call)
     copies = [t for op, t in call.extra.get("inner", ()) if op.startswith("aten.copy_")]
-    if not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:]:
-        raise Declined(_NOT_INSIDE)
+    decline_if(not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:], _NOT_INSIDE)
     return {role: _in_buffer(out, [copies[-1]])}
 
 

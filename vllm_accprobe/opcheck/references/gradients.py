@@ -168,8 +168,7 @@ def differentiated(references: References, call: Call) -> Mapping[str, Any]:
     """The outputs of ``call`` in float64, by role, as torch can differentiate them. Raises Declined."""
     if "." in call.cls and not getattr(references.find(call.cls), DIFFERENTIABLE, False):
         return by_torch(call)
-    if "." not in call.cls and not references.runs(call.cls):  # what a block's parts handed on leads nowhere back
-        raise Declined("a block: no gradient")
+    decline_if("." not in call.cls and not references.runs(call.cls), "a block: no gradient")
     expected = references.evaluate(call)
     if isinstance(expected, Declined):
         raise expected

@@ -23,7 +23,7 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, 
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, weight_here
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, cut_off, weight_of, widened
-from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, gamma, once, rounded, subnormal, summed
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, gamma, rounded, subnormal, summed
 
 INPUT = ("input_", "x", "input", "hidden_states", "0")
 _BLOCK = 8
@@ -166,11 +166,9 @@ def packed_product(call: Call) -> dict[str, Expected]:
     f = Arguments(call, "out input bias" if "onednn" in call.cls else "out input packed bias")
     (x,), weight = f.wide("input"), weight_of(call).double()
     why = "the weight of the module that called it does not fit"
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise Declined(why)
+    decline_if(weight.dim() != 2 or weight.shape[1] != x.shape[-1], why)
     y = biased(product(x, weight), f.wide_or_none("bias"), call.unit)
-    if y.value.numel() != f["out"].numel():
-        raise Declined(why)
+    decline_if(y.value.numel() != f["out"].numel(), why)
     return {"inplace.input.0": reshaped(y, f["out"].shape)}
 
 
@@ -270,27 +268,20 @@ def _delta(x: Any, found: Mapping[str, Any], unit: float) -> Expected:
     a, b, scaling = found["lora_a"].double(), found["lora_b"].double(), float(found["scaling"])
     if a.shape[1] != x.shape[-1] or a.shape[0] != b.shape[1]:
         raise Declined(f"an adapter's weights {list(a.shape)} and {list(b.shape)} do not fit")
-    scaled = b * scaling
+    scaled, r = b * scaling, b.shape[1]
     exact = scaling == 0 or math.frexp(abs(scaling))[0] == 0.5
     step = 0.0 if exact else unit  # B is scaled once, in its own dtype
-    inner, size = x @ a.T, x.abs() @ a.abs().T
-    n, r = a.shape[1], a.shape[0]
-    early = once(inner.abs(), unit)
-    inner_noise = ((SUM * n**0.5 * size) ** 2 + (ROUNDED * early) ** 2).sqrt()
-    inner_bound = gamma(n + 1) * size + early
-    y, outer = inner @ scaled.T, inner.abs() @ scaled.abs().T
+    inner = rounded(product(x, a), unit)
+    assert inner.noise is not None
+    assert inner.bound is not None
+    y, size, at_most = inner.value @ scaled.T, inner.value.abs(), scaled.abs().T
+    outer, spread = size @ at_most, (inner.value**2) @ (scaled**2).T
     # a subnormal number of s B, and of what it gives
-    least = subnormal(step, inner.abs().sum(-1, keepdim=True)) + subnormal(unit)
-    squares = (
-        (inner_noise**2) @ (scaled**2).T + (ROUNDED * step) ** 2 * ((inner**2) @ (scaled**2).T)
-        + (SUM * r**0.5 * outer) ** 2 + (ROUNDED * (unit * y.abs() + least)) ** 2
-    )  # fmt: skip
-    bound = (
-        (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner_bound @ scaled.abs().T)
-        + (step + unit + gamma(r + 1)) * (1 + unit) ** 2 * outer
-        + least
-    )
-    return Expected(y, squares.sqrt(), bound=bound)
+    least = subnormal(step, size.sum(-1, keepdim=True)) + subnormal(unit)
+    noise = combined(((inner.noise**2) @ (scaled**2).T + (ROUNDED * step) ** 2 * spread).sqrt(), SUM * r**0.5 * outer,
+                     ROUNDED * (unit * y.abs() + least))  # fmt: skip
+    bound = (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner.bound @ at_most)
+    return Expected(y, noise, bound=bound + (step + unit + gamma(r + 1)) * (1 + unit) ** 2 * outer + least)
 
 
 _IDS = ("input_", "input", "input_ids", "position_ids", "0")

@@ -22,14 +22,14 @@ import torch.nn.functional as F
 
 from vllm_accprobe.dump.block_code import INSIDE
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
+from vllm_accprobe.opcheck.references import recurrent
 from vllm_accprobe.opcheck.references.parts import RowResults, reshaped, unit_of
-from vllm_accprobe.opcheck.references.recurrent import EPSILON, Rounds, as_it_is, by_heads, gates, rule, scan, spread_of
+from vllm_accprobe.opcheck.references.recurrent import EPSILON, Rounds, as_it_is, by_heads, samples_of, spread_of
 
 Tensor = Any  # a torch.Tensor
 State = tuple[Tensor, Tensor]
 """The last inputs of the convolution [..., width - 1, channels], and the recurrence's state; float64, or float32 of
 samples, which have a leading dimension."""
-SAMPLES = 8
 _LONGEST = 1 << 30
 """Chosen: numbers of a state times rows of a call, a few seconds; requests beyond it have no reference."""
 _TOO_LONG = "a recurrence that is too long to be computed again here"
@@ -109,8 +109,9 @@ def _mamba2(call: Call) -> Mixer:
         b, c = (by_heads(t.unflatten(-1, (groups, n)), heads) for t in
                 (mixed[..., inner : inner + groups * n], mixed[..., inner + groups * n :]))  # fmt: skip
         dt = F.softplus(x[..., inner + len(weight) :] + dt_bias.to(x.dtype)).unsqueeze(-1)
-        y, new = scan(rounds, unit, mixed[..., :inner].unflatten(-1, (heads, size)), dt, a.reshape(heads, 1, 1).to(x),
-                      b, c, d.reshape(heads, 1).to(x), None, state[1])  # fmt: skip
+        inputs = mixed[..., :inner].unflatten(-1, (heads, size))
+        y, new = recurrent.scan(rounds, unit, inputs, dt, a.reshape(heads, 1, 1).to(x), b, c,
+                                d.reshape(heads, 1).to(x), None, state[1])  # fmt: skip
         return {"norm/x": y.flatten(-2)}, (window, new)
 
     return Mixer(weight.shape[1], len(weight), (heads, size, n), advance, heads)
@@ -153,9 +154,9 @@ def _delta_net(call: Call) -> Mixer:
         q, k = (t.unflatten(-1, (keys, size)) for t in (q, k))
         q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + EPSILON) for t in (q, k))
         q, k = (t.repeat_interleave(share, -2) for t in (q, k))
-        g, beta = gates(a_log.to(x.dtype), a, b, dt_bias.to(x.dtype))
-        y, new = rule(rounds, unit, size**-0.5, q, k, v.unflatten(-1, (values, width)), g, rounds(beta, unit),
-                      state[1])  # fmt: skip
+        g, beta = recurrent.gates(a_log.to(x.dtype), a, b, dt_bias.to(x.dtype))
+        y, new = recurrent.rule(rounds, unit, size**-0.5, q, k, v.unflatten(-1, (values, width)), g, rounds(beta, unit),
+                                state[1])  # fmt: skip
         return {"norm/x": y.flatten(-2)}, (window, new)
 
     return Mixer(weight.shape[1], len(weight), (values, size, width), advance, values)
@@ -208,8 +209,7 @@ def carried(call: Call) -> dict[str, Expected]:
             found[role].put(at, (value, noise))
     made = {}
     for role, rows in found.items():
-        if not rows.parts:
-            raise Declined(_TOO_LONG if long else cache.why or "no row has its whole history in the dump")
+        decline_if(not rows.parts, _TOO_LONG if long else cache.why or "no row has its whole history in the dump")
         value, noise = rows.parts
         out = call.outputs[role]
         decline_if(value.numel() != out.numel(), "what its recurrence made has another shape")
@@ -264,18 +264,13 @@ def both(
     """(results by role, each (exact, samples), and the states behind them). rows: first, stop of ``past``; stored: one
     rounding of a state that is kept between calls, 0.0 for none that matters."""
     exact, samples = start
-    narrow = tuple(t.float().expand(SAMPLES, *t.shape[1:]) for t in exact) if samples is None else samples
+    narrow = (samples_of(exact[0]), samples_of(exact[1])) if samples is None else samples
     own = {n: t[rows[0] : rows[1]].double().unsqueeze(0) for n, t in past.items() if n != CARRIED}
-    generator = torch.Generator().manual_seed(rows[0])
-
-    def rounds(x: Tensor, u: float) -> Tensor:
-        return x * (1.0 + u * (2.0 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1.0))
-
+    rounds = recurrent.at_random(rows[0])
     if rows[0] == rows[1]:
         return {}, (exact, narrow)
     values, after = mixer.advance(as_it_is, unit, own, exact)
     with torch.no_grad():
-        drawn = {n: t.float().expand(SAMPLES, *t.shape[1:]) for n, t in own.items()}
-        sampled, spread = mixer.advance(rounds, unit, drawn, narrow)
+        sampled, spread = mixer.advance(rounds, unit, {n: samples_of(t) for n, t in own.items()}, narrow)
     spread = (spread[0], rounds(spread[1], stored) if stored else spread[1])
     return {role: (values[role], sampled[role]) for role in values}, (after, spread)

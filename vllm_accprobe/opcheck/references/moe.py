@@ -59,12 +59,8 @@ def route(
     tie: two scores nearer than this, relatively, are a tie."""
     if scoring == _MIXER:
         return _sparse_mixer(logits, top_k, tie)
-    if scoring == "softmax":
-        scores = torch.softmax(logits, -1)
-    elif scoring == "sigmoid":
-        scores = torch.sigmoid(logits)
-    else:
-        raise Declined(f"scoring function {scoring} is not known")
+    decline_if(scoring not in (_SOFTMAX, _SIGMOID), f"scoring function {scoring} is not known")
+    scores = torch.softmax(logits, -1) if scoring == _SOFTMAX else torch.sigmoid(logits)
     choice = scores if bias is None else scores + bias
     clear = torch.ones(len(logits), dtype=torch.bool)
     if groups > 1:
@@ -155,11 +151,8 @@ def expert_mlps(x: Any, weights: Any, w13: Any, w2: Any, act: Any, step: float, 
 
 def activation_of(call: Call) -> Any:
     name = call.parent.get("activation") or (call.config.get("hidden_act", "silu") if call.config else None)
-    if name in ("silu", "swish"):
-        return silu
-    if name == "gelu":
-        return gelu
-    raise Declined("which activation the experts have is neither recorded nor in config.json")
+    why = "which activation the experts have is neither recorded nor in config.json"
+    return required({"silu": silu, "swish": silu, "gelu": gelu}.get(str(name)), why)
 
 
 @reference("UnquantizedFusedMoEMethod")
@@ -211,8 +204,7 @@ def choosing(call: Call) -> dict[str, Any]:
     if (function := says.get("custom_routing")) in _FUNCTIONS:
         return {"scoring": _FUNCTIONS[function], "renormalize": False, "groups": 1, "top_groups": 1, "factor": 1.0,
                 "bias": None}  # fmt: skip
-    if function:
-        raise Declined(f"its experts are chosen by a function of the model, {function}")
+    decline_if(function, f"its experts are chosen by a function of the model, {function}")
     found, bias = routing_settings(call.config), call.extra.get("gate", {}).get("e_score_correction_bias")
     found |= {name: kind(says[word]) for name, word, kind in _RECORDED if says.get(word) is not None}
     corrected = bool(says.get("has_correction_bias", found.pop("corrected") or bias is not None))
@@ -234,8 +226,7 @@ def _complete(found: dict[str, Any], bias: Any | None, corrected: bool) -> dict[
     """Settings of `route`, ``bias`` among them. Raises Declined where one is missing."""
     if "scoring" not in found or "renormalize" not in found:
         raise Declined("how its experts are chosen and weighed was not recorded")
-    if corrected and bias is None:
-        raise Declined("what corrects the scores of its experts was not captured")
+    decline_if(corrected and bias is None, "what corrects the scores of its experts was not captured")
     return {**found, "bias": bias.double() if corrected and bias is not None else None}
 
 

@@ -138,8 +138,7 @@ def parts_of(call: Call) -> NormParts | None:
 def _own(call: Call) -> float:
     """The epsilon. Raises Declined where it was neither recorded nor found."""
     why = call.extra.get("epsilon", {}).get("said")
-    if why and not any(n in call.attrs for n in EPSILONS):
-        raise Declined(why)
+    decline_if(why and not any(n in call.attrs for n in EPSILONS), why)
     return float(call.attr(*EPSILONS))
 
 
@@ -168,10 +167,9 @@ def fused(
 ) -> tuple[Expected, Expected | None]:
     """RMSNorm of x + residual, and the sum, None where there is no residual; all float64. transformers and vLLM's
     native path round x / rms to the model's dtype before they weigh it."""
-    if residual is None:
-        return rms_normed(x, weight, eps, unit, note=note), None
-    total = x + residual
-    return rms_normed(total, weight, eps, unit, before=1, note=note), sum_of_two(total, unit)
+    total = x if residual is None else x + residual
+    y = rms_normed(total, weight, eps, unit, before=int(residual is not None), note=note)
+    return y, None if residual is None else sum_of_two(total, unit)
 
 
 def offset_of(call: Call) -> float:
@@ -188,12 +186,19 @@ def rms_normed(
     x: Any, weight: Any | None, eps: float, unit: float, *, before: int = 0, behind: int = 1, note: str = ""
 ) -> Expected:  # fmt: skip
     """RMSNorm with roundings ``before`` the norm (x is a sum) and ``behind`` it (x / rms, before it is weighed)."""
-    y = rms_norm(x, weight, eps)
+    y, least = rms_norm(x, weight, eps), subnormal(unit, 1.0 if weight is None else weight.abs())
+    return _off(y, x, unit, before + behind, behind + 2 * before, 1, least, note)
+
+
+def _off(
+    y: Any, squared: Any, unit: float, roundings: int, most: int, functions: int, own: Any, note: str = ""
+) -> Expected:  # fmt: skip
+    """A norm ``y`` by the mean of the squares of ``squared``, with independent roundings of y, ``most`` in its bound;
+    functions: how many are off by APPROXIMATE; own: what subnormal numbers leave."""
     size = y.abs()
-    bound = ((behind + 2 * before) * unit + APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * size
-    least = subnormal(unit, 1.0 if weight is None else weight.abs())
-    noise = (ROUNDED * (before + behind) ** 0.5 * unit) * size + ROUNDED * least
-    return within_float32(Expected(y, noise, common=_SHARED * unit, note=note, bound=bound + least), x)
+    bound = (most * unit + functions * APPROXIMATE + 0.5 * gamma(squared.shape[-1] + 4)) * size + own
+    noise = (ROUNDED * roundings**0.5 * unit) * size + ROUNDED * own
+    return within_float32(Expected(y, noise, common=_SHARED * unit, note=note, bound=bound), squared)
 
 
 def rms_and_root(x: Any, weight: Any, eps: float, unit: float, before: int = 0) -> tuple[Expected, Expected]:
@@ -234,18 +239,14 @@ def _root(x: Any, eps: float) -> Any:
 def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> Expected:
     """The norm over the last dimension of p = x * silu(gate). The gate and p may be rounded, each handed on again by
     the root mean square, and p / rms; silu is off by APPROXIMATE in p and in its mean, and the root itself."""
-    root = _root(p, eps)
+    root, y = _root(p, eps), rms_norm(p, weight, eps)
     by = root if weight is None else root * weight.abs()
-    y = p * root if weight is None else p * root * weight
-    size = y.abs()
     # a subnormal gate or product, of an element and of its row's mean
     own = 0.0
     if subnormal(unit):
         least = subnormal(unit, 1.0 + x.abs())
-        own = least * by + subnormal(unit, by / root) + least.square().mean(-1, keepdim=True).sqrt() * root * size
-    noise = ROUNDED * (2.0**0.5 * unit * size + own)
-    most = (5.0 * unit + 3.0 * APPROXIMATE + 0.5 * gamma(p.shape[-1] + 4)) * size + own
-    return within_float32(Expected(y, noise, common=_SHARED * unit, bound=most), p)
+        own = least * by + subnormal(unit, by / root) + least.square().mean(-1, keepdim=True).sqrt() * root * y.abs()
+    return _off(y, p, unit, 2, 5, 3, own)
 
 
 _NAMES = ("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", "LayerNorm",
@@ -325,13 +326,9 @@ def gated_rms(call: Call) -> Expected:
         decline_if(not named & {"silu", "swish"}, "its source norms behind another gate than silu")
         return gate_first(x * gate, x, weight, eps, call.unit).map(lambda t: t.flatten(-2))
     normal = rms_norm(x, weight, eps)
-    y = normal * gate
     # the gate, x / rms and the normed may be rounded
     least = subnormal(call.unit, (1.0 if weight is None else 1.0 + weight.abs()) * gate.abs() + normal.abs())
-    noise = ROUNDED * (2.0**0.5 * call.unit * y.abs() + least)
-    bound = (3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(size + 4)) * y.abs() + least
-    y = within_float32(Expected(y, noise, common=_SHARED * call.unit, bound=bound), x)
-    return y.map(lambda t: t.flatten(-2))
+    return _off(normal * gate, x, call.unit, 2, 3, 2, least).map(lambda t: t.flatten(-2))
 
 
 def rms_gradient(up: Any, x: Any, weight: Any, rstd: Any, unit: float) -> tuple[Expected, Expected]:

@@ -33,18 +33,20 @@ from vllm_accprobe.opcheck.references.caches import (
     numbers,
     split_key,
 )
-from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, equal, runs
+from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, equal, runs, within
 
 Tensor = Any  # a torch.Tensor
 Bounds = Sequence[tuple[int, int]]
 
 
+_OUTSIDE = "a block lies outside of those that were captured"
+
+
 def past(rows: Tensor, table: Tensor, length: int) -> Tensor:
     """The first ``length`` rows of one request: rows [blocks, slots, ...], table [blocks of the request]."""
     size = rows.shape[1]
-    blocks = table[: -(-length // size)].long()
-    if len(blocks) * size < length or (len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= len(rows))):
-        raise Declined("a block lies outside of those that were captured")
+    blocks = within(table[: -(-length // size)], len(rows), _OUTSIDE)
+    decline_if(len(blocks) * size < length, _OUTSIDE)
     return rows[blocks].flatten(0, 1)[:length]
 
 
@@ -308,8 +310,7 @@ def written(call: Call) -> dict[str, Expected]:
 def on_cpu(call: Call) -> dict[str, Expected]:
     """Caches [blocks, heads, slots, width], packed as ``isa`` has it."""
     f = Arguments(call, "key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype")
-    if str(f["isa"]) not in CPU:
-        raise Declined(f"how kernels for {f['isa']} pack their blocks is not known here")
+    decline_if(str(f["isa"]) not in CPU, f"how kernels for {f['isa']} pack their blocks is not known here")
     if f["key_cache"].dtype.itemsize == 1 and str(f["isa"]) == "amx":
         raise Declined("how kernels for AMX pack 8-bit blocks is not known here")
     return _both(call, f, CPU[str(f["isa"])], f["key_cache"].shape[2])
@@ -347,11 +348,8 @@ def swapped(call: Call) -> dict[str, Expected]:
 
 
 def _copied(source: Tensor, to: Tensor, pairs: Tensor) -> Expected:
-    if not all(isinstance(t, torch.Tensor) for t in (source, to, pairs)):
-        raise Declined("an argument is no tensor")
-    pairs, value = pairs.reshape(-1, 2).long(), to.clone()
-    if pairs.numel() and (int(pairs.min()) < 0 or int(pairs.max()) >= min(len(source), len(to))):
-        raise Declined("a block lies outside of those that were captured")
+    decline_if(not all(isinstance(t, torch.Tensor) for t in (source, to, pairs)), "an argument is no tensor")
+    pairs, value = within(pairs.reshape(-1, 2), min(len(source), len(to)), _OUTSIDE), to.clone()
     value[pairs[:, 1]] = source[pairs[:, 0]].to(to.dtype)
     return equal(value)
 
@@ -379,9 +377,7 @@ def gathered(call: Call) -> dict[str, Expected]:
     for n, (begin, end) in enumerate(pairwise(int(e) for e in f["cu_seq_lens"])):
         first = 0 if f["seq_starts"] is None else int(f["seq_starts"][n])
         at = torch.arange(first, first + min(end, len(out)) - begin)
-        blocks = table[n].long()[at // size]
-        if blocks.numel() and (int(blocks.min()) < 0 or int(blocks.max()) >= len(cache)):
-            raise Declined("a block lies outside of those that were captured")
+        blocks = within(table[n].long()[at // size], len(cache), _OUTSIDE)
         value[begin : begin + len(at)] = wide[blocks, at % size].reshape(len(at), *out.shape[1:])
         known[begin : begin + len(at)] = True
     unit = 0.0 if dtype is None and out.dtype == cache.dtype else None

@@ -107,6 +107,13 @@ def slots(indices: Any | None, count: int, states: int, null: int | None = None)
             yield at
 
 
+def within(index: Any, size: int, reason: str = "an index lies outside of what it is an index of") -> Any:
+    """Indices as int64; raises Declined where one lies outside of ``size``."""
+    found = index.long()
+    decline_if(found.numel() and (int(found.min()) < 0 or int(found.max()) >= size), reason)
+    return found
+
+
 def on(call: Call, device: Any) -> Call:
     """``call`` with all its tensors on ``device``; one without values (torch's device meta, an output) stays."""
     moved: Call = mapped(call, lambda t: t if t.is_meta else t.to(device))

@@ -14,7 +14,7 @@ products [Higham, ASNA, (3.5)], one rounding before the activation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,23 +39,30 @@ def as_it_is(x: Tensor, unit: float) -> Tensor:
     return x
 
 
+def at_random(seed: int) -> Rounds:
+    """Roundings that are drawn: each number times 1 + u r, r uniform in [-1, 1], which has the variance of a rounding
+    to nearest at most."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x, u: x * (1.0 + u * (2.0 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1.0))
+
+
+def samples_of(x: Tensor) -> Tensor:
+    """x [1, ...] as SAMPLES of float32, from which the drawn roundings part."""
+    return x.float().expand(SAMPLES, *x.shape[1:])
+
+
 def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | None) -> tuple[Any, ...]:
     """((value, noise), ...) for each result of ``evaluate(rounds, *operands)``. operands: float64, or None. Operands
     get a leading dimension, one or SAMPLES long; each result has it too. The last dimension is one head's: no element
     gets less noise than its root mean square.
 
     The recurrence is computed SAMPLES times more, in float32, with each quantity that a kernel may round,
-    ``rounds(x, unit)``, multiplied by 1 + u r, r uniform in [-1, 1], which has the variance of a rounding to nearest at
-    most; the spread of the results is the noise [Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997]."""
-    exact = evaluate(as_it_is, *(None if x is None else x.unsqueeze(0) for x in operands))
-    generator = torch.Generator().manual_seed(0)
-
-    def rounds(x: Tensor, unit: float) -> Tensor:
-        return x * (1.0 + unit * (2.0 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1.0))
-
-    narrow = (None if x is None else x.float().expand(SAMPLES, *x.shape) for x in operands)
+    ``rounds(x, unit)``, rounded `at_random`; the spread of the results is the noise [Monte Carlo arithmetic: D. S.
+    Parker, UCLA CSD-970002, 1997]."""
+    one = [None if x is None else x.unsqueeze(0) for x in operands]
+    exact = evaluate(as_it_is, *one)
     with torch.no_grad():
-        samples = evaluate(rounds, *narrow)
+        samples = evaluate(at_random(0), *(None if x is None else samples_of(x) for x in one))
     return tuple(spread_of(value, sample) for value, sample in zip(exact, samples, strict=True))
 
 
@@ -263,31 +270,38 @@ def by_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
+def by_sequence(
+    evaluate: Callable[..., Any], tokens: Sequence[Tensor | None], like: Tensor, bounds: list[tuple[int, int]],
+    places: list[int | None], first: Callable[[int, int], Tensor],
+) -> tuple[RowResults, dict[int, tuple[Tensor, Tensor]]]:  # fmt: skip
+    """(outputs and their noise, the last states and theirs by place) of ``evaluate(rounds, *tokens, state)`` for the
+    rows of each sequence. like: the shape of all outputs; first(n, place): the state from which sequence n begins."""
+    found, new = RowResults(len(like)), {}
+    found.parts = [torch.zeros_like(like), torch.zeros_like(like)]
+    for n, ((begin, end), at) in enumerate(zip(bounds, places, strict=True)):
+        if at is not None and begin != end:
+            rows = (None if t is None else t[begin:end] for t in tokens)
+            part, new[at] = scattered(evaluate, *rows, first(n, at))
+            found.put(slice(begin, end), part)
+    return found, new
+
+
 def scanned(
     unit: float, bounds: list[tuple[int, int]], places: list[int | None], tokens: Mapping[str, Tensor | None],
     a: Tensor, d: Tensor | None, states: Tensor, masks: Tensor | None = None,
 ) -> tuple[RowResults, tuple[Tensor, Tensor]]:  # fmt: skip
     """Outputs and their noise, (states, noise). tokens: x, dt, b, c, z of all rows, float64; states: [slots,
     heads, channels, n]; masks: bool, which sequences begin from theirs, None for all."""
+
+    def evaluate(rounds: Rounds, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor | None, state: Tensor) -> Any:
+        return scan(rounds, unit, x, dt, a.to(x.dtype), b, c, None if d is None else d.to(x.dtype), z, state)
+
+    def first(n: int, at: int) -> Tensor:
+        state = states[at].double()
+        return state if masks is None or bool(masks[n]) else torch.zeros_like(state)
+
     x = tokens["x"]
-    assert x is not None
-    found, new = RowResults(len(x)), {}
-    found.parts = [torch.zeros_like(x), torch.zeros_like(x)]
-    for n, ((begin, end), at) in enumerate(zip(bounds, places, strict=True)):
-        if at is None or begin == end:
-            continue
-        first = states[at].double()
-        if masks is not None and not bool(masks[n]):
-            first = torch.zeros_like(first)
-        of_x, dt, b, c, z = (
-            None if t is None else t[begin:end] for t in (tokens[k] for k in ("x", "dt", "b", "c", "z"))
-        )
-
-        def evaluate(rounds: Rounds, *parts: Any) -> tuple[Tensor, Tensor]:
-            return scan(rounds, unit, *parts)
-
-        part, new[at] = scattered(evaluate, of_x, dt, a, b, c, d, z, first)
-        found.put(slice(begin, end), part)
+    found, new = by_sequence(evaluate, [x, *(tokens[k] for k in ("dt", "b", "c", "z"))], x, bounds, places, first)
     return found, changed(states, new)
 
 
@@ -456,21 +470,6 @@ def rule(
     return torch.stack(out, -3), state
 
 
-def _of_sequence(
-    unit: float, scale: float, eps: float | None, parts: list[Tensor], state: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Output and states of one sequence, each (value, noise), from q, k, v, g, beta of its tokens."""
-    share = parts[2].shape[-2] // parts[0].shape[-2]
-
-    def evaluate(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor) -> Any:
-        q, k = (x if eps is None else _norm(x, eps) for x in (q, k))
-        q, k = (x.repeat_interleave(share, -2) for x in (q, k))
-        return rule(rounds, unit, scale, q, k, v, g, beta, s)
-
-    found = scattered(evaluate, *parts, state)
-    return found[0], found[1]
-
-
 def evaluated_delta_rule(
     call: Call, f: Arguments, ends: Tensor | None, indices: Tensor | None, *, eps: float | None, key_first: bool,
     scale: float | None = None,
@@ -490,18 +489,20 @@ def evaluated_delta_rule(
     bounds = [(n * length, (n + 1) * length) for n in range(batch)] if ends is None else runs(ends, len(v))
     states = f.get("state")
     places = list(slots(indices, len(bounds), len(bounds) if states is None else len(states)))
-    found, new = RowResults(len(v)), {}
-    found.parts = [torch.zeros_like(v), torch.zeros_like(v)]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    for (begin, end), at in zip(bounds, places, strict=True):
-        if at is None or begin == end:
-            continue
-        first = torch.zeros(heads, q.shape[-1], width, dtype=torch.float64)
-        if states is not None:
-            first = states[at].double() if key_first else states[at].double().transpose(-1, -2)
-        part, last = _of_sequence(unit, scale, eps, [x[begin:end] for x in (q, k, v, g, beta)], first)
-        found.put(slice(begin, end), part)
-        new[at] = last if key_first else tuple(x.transpose(-1, -2) for x in last)
+    share, times = heads // q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+
+    def evaluate(rounds: Rounds, q: Tensor, k: Tensor, *rest: Tensor) -> Any:
+        q, k = (x if eps is None else _norm(x, eps) for x in (q, k))
+        return rule(rounds, unit, times, *(x.repeat_interleave(share, -2) for x in (q, k)), *rest)
+
+    def first(n: int, at: int) -> Tensor:
+        if states is None:
+            return torch.zeros(heads, q.shape[-1], width, dtype=torch.float64)
+        return states[at].double() if key_first else states[at].double().transpose(-1, -2)
+
+    found, new = by_sequence(evaluate, (q, k, v, g, beta), v, bounds, places, first)
+    if not key_first:
+        new = {at: (x.transpose(-1, -2), e.transpose(-1, -2)) for at, (x, e) in new.items()}
     y = _scan_output(found, call.outputs.get("output.0", v), heads)
     if states is not None:
         return y, _states(*changed(states, new), heads)

@@ -21,7 +21,7 @@ import torch
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import coded
-from vllm_accprobe.opcheck.references.parts import Arguments, equal
+from vllm_accprobe.opcheck.references.parts import Arguments, equal, within
 from vllm_accprobe.opcheck.roundings import gamma
 
 Tensor = Any  # a torch.Tensor
@@ -36,11 +36,7 @@ def scores(call: Call) -> Expected:
         f = Arguments(call, "q k weights cu_seqlen_ks cu_seqlen_ke")
         f["k"], f["k_scale"] = f["k"]
     q, k, scale, w = f.wide("q", "k", "k_scale", "weights")
-    k = k * scale.reshape(-1, 1)
-    raw = torch.einsum("mhd,nd->mhn", q, k)
-    size = torch.einsum("mhd,nd->mhn", q.abs(), k.abs())
-    y = torch.einsum("mhn,mh->mn", raw.clamp(min=0), w)
-    bound = gamma(q.shape[-1] + q.shape[1] + 4) * torch.einsum("mhn,mh->mn", size, w.abs())
+    y, bound = _of_keys(q, k * scale.reshape(-1, 1), w)
     place = torch.arange(len(k))
     seen = (place >= f["cu_seqlen_ks"].reshape(-1, 1)) & (place < f["cu_seqlen_ke"].reshape(-1, 1))
     out = call.outputs["output.0"]
@@ -48,6 +44,14 @@ def scores(call: Call) -> Expected:
     value = unseen_left(y, seen, out)
     bound, rows = bound.masked_fill(~seen, 0.0), rows_to_judge(value, seen)
     return Expected(value, bound / 3.0, bound=bound, rows=rows, reason=LARGE)
+
+
+def _of_keys(q: Tensor, keys: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [queries, keys] and their bound: q [queries, heads, d], keys [keys, d], w [queries, heads]."""
+    dots = torch.einsum("mhd,nd->mhn", q, keys).clamp(min=0)
+    sizes = torch.einsum("mhd,nd->mhn", q.abs(), keys.abs())
+    y, size = (torch.einsum("mhn,mh->mn", *pair) for pair in ((dots, w), (sizes, w.abs())))
+    return y, gamma(q.shape[-1] + q.shape[1] + 4) * size
 
 
 def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
@@ -129,11 +133,9 @@ def attended_in_pages(call: Call) -> dict[str, Expected]:
         for row in range(len(q)):
             rows = []
             for of, cache in caches.items():
-                at = f[f"{of}_slots"][row].reshape(-1).long()
-                at = at[at >= 0]
-                if len(at) and int(at.max()) >= len(cache):
-                    raise Declined("a slot lies outside of the blocks that were captured")
-                rows.append(cache[at])
+                at = f[f"{of}_slots"][row].reshape(-1)
+                why = "a slot lies outside of the blocks that were captured"
+                rows.append(cache[within(at[at >= 0], len(cache), why)])
             keys = torch.cat(rows).unsqueeze(1)
             yield slice(row, row + 1), keys, keys, {}
 
@@ -177,7 +179,7 @@ def _scored(
 ) -> Expected:  # fmt: skip
     """q [requests, n, heads, d], weights [requests * n, heads], lengths [requests] or [requests, n]; cleans: whether
     the kernel may put minus infinity behind a row's keys."""
-    requests, many, heads, width = q.shape
+    requests, many, _, width = q.shape
     out = call.outputs["output.0"]
     decline_if(len(out) != requests * many, "its scores have another shape than queries by keys")
     codes, scales = parts(cache, size, width)
@@ -195,12 +197,8 @@ def _scored(
             at = table[r, : -(-stop // size)].long()
             if stop > out.shape[1] or len(at) * size < stop or int(at.min()) < 0 or int(at.max()) >= len(codes):
                 raise Declined("a row's keys lie outside of its scores, or of the blocks that were captured")
-            keys = codes[at].double().reshape(-1, width)[:stop]
-            by = scales[at].double().reshape(-1)[:stop]
-            dots, sizes = q[r, j] @ keys.T, q[r, j].abs() @ keys.abs().T
-            w = weights[row].reshape(-1, 1)
-            value[row, :stop] = (dots.clamp(min=0) * w).sum(0) * by
-            bound[row, :stop] = gamma(width + heads + 4) * (sizes * w.abs()).sum(0) * by.abs()
+            keys = (codes[at].double() * scales[at].double()).reshape(-1, width)[:stop]
+            value[row, :stop], bound[row, :stop] = _of_keys(q[r, j : j + 1], keys, weights[row : row + 1])
             seen[row, :stop] = True
     value = unseen_left(value, seen, out) if cleans else torch.where(seen, value, out.double())
     return Expected(value, bound / 3.0, bound=bound, rows=rows_to_judge(value, seen), reason=LARGE)
@@ -294,11 +292,11 @@ def gathered(call: Call) -> dict[str, Expected]:
     ends = f["cu_seq_lens"].reshape(-1).tolist()
     codes, scales = (x.flatten(0, 1) for x in parts(f["kv_cache"], size, keys.shape[-1]))
     values = [x.contiguous().view(torch.uint8).reshape(len(x), -1).clone() for x in (keys, by)]
+    why = "a sequence lies outside of the blocks that were captured"
     for row, (first, stop) in enumerate(pairwise(ends)):
         place = torch.arange(stop - first)
-        at = f["block_table"][row].long()[place // size] * size + place % size
-        if len(at) and (int(at.min()) < 0 or int(at.max()) >= len(codes) or stop > len(keys)):
-            raise Declined("a sequence lies outside of the blocks that were captured")
+        at = within(f["block_table"][row].long()[place // size] * size + place % size, len(codes), why)
+        decline_if(stop > len(keys), why)
         for value, source in zip(values, (codes, scales), strict=True):
             value[first:stop] = source[at].contiguous().view(torch.uint8).reshape(stop - first, -1)
     found = zip(roles, values, (keys, by), strict=True)

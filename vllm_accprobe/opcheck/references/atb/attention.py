@@ -22,12 +22,11 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
-from vllm_accprobe.opcheck.references.atb.moving import within
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import NZ, TOKENS
 from vllm_accprobe.opcheck.references.paged_attention import past
-from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.references.parts import equal, within
 
 Tensor = Any  # a torch.Tensor
 (NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)
@@ -135,10 +134,8 @@ def self_attention(o: Operands) -> Outputs:
     _decline(o, scaleType="a LogN scale", quantType="int8 queries, keys and values", inputLayout="the layout BNSD",
              cacheType="a cache of a window's length")  # fmt: skip
     calc = _calc(o)
-    if calc == PREFIX:
-        return {"output.0": _prefix(o)}
-    if calc == PA_ENCODER:
-        return {"output.0": _pa_encoder(o)}
+    if calc in (PREFIX, PA_ENCODER):
+        return {"output.0": _prefix(o) if calc == PREFIX else _pa_encoder(o)}
     return _with_cache(o, calc)
 
 
@@ -186,7 +183,7 @@ def _prefix(o: Operands) -> Expected:
     kind = o.param("maskType", 0)
     at = 4 if kind == CAUSAL else 5
     q, keys, values, table = _split(o.tensor(0), heads), o.wide(1), o.wide(2), o.tensor(3)
-    own, theirs = lengths(o.tensor(at), len(q)), [int(n) for n in o.tensor(at + 1).reshape(-1)]
+    own, theirs = lengths(o.tensor(at), len(q)), o.counts(at + 1)
     if len(theirs) != len(own) or kind not in (CAUSAL, NORM_COMPRESS):
         raise Declined(f"maskType {kind} of a prefix has no reference")
 
@@ -207,13 +204,11 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
     keys, values = o.tensor(at), o.tensor(at + 1)
     mask = o.tensor(at + 2) if masked else None
     at += 2 + masked
-    offsets, q = [int(n) for n in o.tensor(at).reshape(-1)], _split(o.tensor(0), heads)
+    offsets, q = o.counts(at), _split(o.tensor(0), heads)
     own, layer = lengths(o.tensor(at + 1), len(q)), int(o.tensor(at + 2).reshape(-1)[0])
     o.exactly(at + 3 + o.param("batchRunStatusEnable", False))
     decline_if(len(offsets) != len(own), "as many lengths with the past as without were expected")
-    active = [True] * len(own)
-    if o.param("batchRunStatusEnable", False):
-        active = [bool(n) for n in o.tensor(at + 3).reshape(-1)][: len(own)]
+    active = o.counts(at + 3)[: len(own)] if o.param("batchRunStatusEnable", False) else [1] * len(own)
     if not bypass:
         keys, values = (_written(c, o.tensor(k), layer, offsets, own, active) for k, c in ((1, keys), (2, values)))
     add = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0))
@@ -228,7 +223,7 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
 
     scale = o.param("qkScale", 1.0) * (o.param("qScale", 1.0) or 1.0)
     found = {"output.0": _by_request(o, q, values.shape[-1] // kv, own, one, scale)}
-    return found if bypass else {**found, "inplace.3": equal(keys), "inplace.4": equal(values)}
+    return found if bypass else {**found, "inplace.3": keys, "inplace.4": values}
 
 
 def _rows_of(cache: Tensor, layer: int, r: int, m: int, kv: int) -> Tensor:
@@ -240,7 +235,7 @@ def _rows_of(cache: Tensor, layer: int, r: int, m: int, kv: int) -> Tensor:
     return rows[r, :m].double().reshape(m, kv, -1)
 
 
-def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: list[int], active: list[bool]) -> Tensor:
+def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: list[int], active: list[int]) -> Tensor:
     """The cache with the requests' new rows behind their past."""
     if cache.dim() != 4 or layer >= len(cache) or len(own) > cache.shape[1]:
         raise Declined(f"a cache {list(cache.shape)} has no reference")
@@ -278,7 +273,7 @@ def _dequantised(cache: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 
 
 @operator("PagedAttentionOperation")
-def paged_attention(o: Operands) -> Outputs:
+def paged_attention(o: Operands) -> Expected:
     heads = o.param("headNum", 0)
     kv = o.param("kvHeadNum", 0) or heads
     quant, latent = o.param("quantType", 0), o.param("mlaVHeadSize", 0)
@@ -290,9 +285,9 @@ def paged_attention(o: Operands) -> Outputs:
     q = o.wide(0).reshape(len(o.tensor(0)), heads, -1)
     keys = _blocks(o.tensor(1), kv, q.shape[-1])
     values = keys[..., :latent] if latent else _blocks(o.tensor(2), kv)
-    table, counts = o.tensor(next(rest)), [int(n) for n in o.tensor(next(rest)).reshape(-1)]
+    table, counts = o.tensor(next(rest)), o.counts(next(rest))
     mask = o.tensor(next(rest)) if kind else None
-    status = o.tensor(next(rest)) if o.param("batchRunStatusEnable", False) else None
+    status = o.counts(next(rest)) if o.param("batchRunStatusEnable", False) else None
     if quant == _DEQUANT:
         each = 2 if o.param("hasQuantOffset", False) else 1
         k_scale, *k_off = [o.tensor(next(rest)) for _ in range(each)]
@@ -306,14 +301,14 @@ def paged_attention(o: Operands) -> Outputs:
     add = mask_of(o, _MASKS[kind], mask, heads, len(own), 0)
 
     def one(r: int, n: int) -> tuple[Any, ...] | None:
-        if not counts[r] or (status is not None and not bool(status.reshape(-1)[r])):
+        if not counts[r] or (status and not status[r]):
             return None
         added = add(r, n, counts[r])
         decline_if(added is None and n > 1, "several queries of a request without a mask have no reference")
         return (*(past(t, table[r], counts[r]).double() for t in (keys, values)), added)
 
     scale = o.param("qkScale", 1.0) * (o.param("qScale", 0.0) or 1.0)
-    return {"output.0": _by_request(o, q, values.shape[-1], own, one, scale)}
+    return _by_request(o, q, values.shape[-1], own, one, scale)
 
 
 @operator("ReshapeAndCacheOperation")
@@ -363,14 +358,12 @@ def _compressed(o: Operands, rows: Tensor, cache: Tensor, slots: Tensor) -> Tens
     return found
 
 
-@operator("KvCacheOperation")
-def kv_cache(o: Operands) -> Outputs:
+@operator("KvCacheOperation", writes=2)
+def kv_cache(o: Operands) -> Tensor:
     """(new, layer, cache, lengths with the past, lengths), in place."""
-    offsets, own = ([int(n) for n in o.tensor(k).reshape(-1)] for k in (3, 4))
-    layer, cache = int(o.tensor(1).reshape(-1)[0]), o.tensor(2)
+    offsets, own, layer, cache = o.counts(3), o.counts(4), o.counts(1)[0], o.tensor(2)
     decline_if(layer < 0 or len(offsets) < len(own), f"a cache {list(cache.shape)} has no reference")
-    cache = _written(cache, o.tensor(0), layer, offsets[: len(own)], own, [True] * len(own))
-    return dict.fromkeys(("inplace.2", "output.0"), equal(cache))
+    return _written(cache, o.tensor(0), layer, offsets[: len(own)], own, [1] * len(own))
 
 
 @operator("BlockCopyOperation")
@@ -385,4 +378,4 @@ def block_copy(o: Operands) -> Outputs:
     own = source.repeat_interleave(counts)
     for cache in (keys, values):
         cache[target] = cache[own]
-    return {"inplace.0": equal(keys), "inplace.1": equal(values)}
+    return {"inplace.0": keys, "inplace.1": values}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from vllm_accprobe.opcheck.references.activations import (
     silu,
 )
 from vllm_accprobe.opcheck.references.atb.linear import ASYMMETRIC, SYMMETRIC, coded, dynamic
-from vllm_accprobe.opcheck.references.atb.moving import axis_of
-from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, axis_of, operator
 from vllm_accprobe.opcheck.references.parts import RowResults, as_captured, equal, reshaped
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, subnormal, sum_of_two
 
@@ -45,16 +45,16 @@ _NEAR = 2.0**-6
 """Chosen: how near mine's numbers must be to another function's, of their size, to be called that one's."""
 
 
-@operator("ActivationOperation", by_rows=False)
-def activation(o: Operands) -> Outputs:
+@operator("ActivationOperation")
+def activation(o: Operands) -> Expected:
     kind = o.param("activationType", 0)
     if kind == SWIGLU_BACKWARD:
-        return {"output.0": _backward(o)}
+        return _backward(o)
     x = o.wide(0)
     if kind == SWIGLU:
-        return {"output.0": gated_along(x, o.param("dim", -1), silu, o.input_unit)}
+        return gated_along(x, o.param("dim", -1), silu, o.input_unit)
     y = _single(o, kind, x)
-    return {"output.0": replace(y, note=_other(o, x, y.value))}
+    return replace(y, note=_other(o, x, y.value))
 
 
 def _single(o: Operands, kind: int, x: Tensor) -> Expected:
@@ -141,12 +141,10 @@ def _floats(o: Operands, what: str) -> None:
 
 
 @operator("ElewiseOperation")
-def elewise(o: Operands) -> Outputs:
+def elewise(o: Operands) -> Any:
     kind = o.param("elewiseType", 0)
-    if kind in (QUANT, QUANT_CHANNEL, DEQUANT_CHANNEL, DYNAMIC_QUANT):
-        return _codes(o, kind)
     made = next((make for kinds, make in _KINDS if kind in kinds), None)
-    return {"output.0": required(made, f"elewiseType {kind} is none that is known here")(o, kind)}
+    return required(made, f"elewiseType {kind} is none that is known here")(o, kind)
 
 
 def _function(o: Operands, kind: int) -> Expected:
@@ -159,12 +157,12 @@ def _function(o: Operands, kind: int) -> Expected:
     return Expected(y, SUM * (1.0 + x.abs()), bound=APPROXIMATE * (1.0 + y.abs()) + 4.0 * SUM * x.abs())
 
 
-def _of_two(o: Operands, kind: int) -> Expected:
+def _of_two(o: Operands, kind: int) -> Any:
     a, b = o.tensor(0), o.tensor(1)
     if not o.output().is_floating_point():
         decline_if(kind == DIV, "a division of integers has no reference")
         a, b = a.long(), b.long()
-        return equal(a + b if kind == ADD else a - b if kind == SUB else a * b)
+        return a + b if kind == ADD else a - b if kind == SUB else a * b
     a, b = a.double(), b.double()
     if kind in (ADD, SUB):
         return sum_of_two(a + b if kind == ADD else a - b, o.unit)
@@ -172,17 +170,17 @@ def _of_two(o: Operands, kind: int) -> Expected:
     return Expected(y, common=0.5 * o.unit if min(a.numel(), b.numel()) == 1 else 0.0, bound=2.0 * SUM * y.abs())
 
 
-def _cast(o: Operands, kind: int) -> Expected:
+def _cast(o: Operands, kind: int) -> Tensor:
     x, out = o.tensor(0), o.output()
     out_type = o.param("outTensorType", UNDEFINED)
     # a float's numbers may lie on a coarser grid, and be taken for that (calls/grid.py)
     if out_type in ACL and ACL[out_type].is_floating_point != out.is_floating_point():
         raise Declined(f"outTensorType {out_type} is {ACL[out_type]}, and {out.dtype} was captured")
     if out.is_floating_point() or not x.is_floating_point():
-        return equal(x.to(out.dtype))
+        return x.to(out.dtype)
     wide, mine = x.double(), out.long()
     near = (mine == wide.trunc().long()) | (mine == wide.round().long())
-    return equal(torch.where(near, mine, wide.trunc().long()))
+    return torch.where(near, mine, wide.trunc().long())
 
 
 def _scaled(o: Operands, kind: int) -> Expected:
@@ -192,14 +190,7 @@ def _scaled(o: Operands, kind: int) -> Expected:
     return Expected(y, common=o.unit, bound=(o.unit + SUM) * y.abs())
 
 
-_KINDS: tuple[tuple[Container[int], Callable[[Operands, int], Expected]], ...] = (
-    (_COMPARED, lambda o, kind: equal(_COMPARED[kind](o.tensor(0), o.tensor(1)))), (_FUNCTIONS, _function),
-    ((ADD, SUB, MUL, DIV), _of_two), ((CAST,), _cast), ((MULS,), _scaled),
-    ((NOT,), lambda o, kind: equal(~o.tensor(0).bool())), ((NEG,), lambda o, kind: equal(-o.tensor(0))),
-)  # fmt: skip
-
-
-def _codes(o: Operands, kind: int) -> Outputs:
+def _codes(o: Operands, kind: int) -> Any:
     x = o.wide(0)
     if kind == DYNAMIC_QUANT:
         skewed = o.part("quantParam").param("asymmetric", False)
@@ -208,49 +199,47 @@ def _codes(o: Operands, kind: int) -> Outputs:
         p = o.part("quantParam") if o.has("quantParam") else o
         product = x * p.param("inputScale", 1.0)
         y = product + p.param("inputOffset", 0)
-        unit = o.input_unit  # scale, product and sum are rounded
-        return {"output.0": coded(y, o.output(), unit * (2.0 * product.abs() + y.abs()))}
+        return coded(y, o.output(), o.input_unit * (2.0 * product.abs() + y.abs()))  # scale, product, sum are rounded
     scale, offset = o.wide(1), o.maybe(2)
     if kind == QUANT_CHANNEL:
         y = x / scale if offset is None else x / scale + offset.double()
-        error = 2.0 * o.input_unit * ((x / scale).abs() + y.abs())  # a kernel may divide in the input's dtype
-        return {"output.0": coded(y, o.output(), error)}
+        # a kernel may divide in the input's dtype
+        return coded(y, o.output(), 2.0 * o.input_unit * ((x / scale).abs() + y.abs()))
     y = (x if offset is None else x - offset.double()) * scale
-    top = torch.finfo(o.output().dtype).max if o.output().is_floating_point() else 0.0
     _floats(o, "DEQUANT_PER_CHANNEL")
-    return {"output.0": Expected(y.clamp(-top, top), bound=4.0 * SUM * y.abs())}
+    top = torch.finfo(o.output().dtype).max
+    return Expected(y.clamp(-top, top), bound=4.0 * SUM * y.abs())
 
 
-@operator("WhereOperation")
-def where(o: Operands) -> Outputs:
-    """(condition of 0 and 1, x, y)"""
-    return {"output.0": equal(torch.where(o.tensor(0).bool(), o.tensor(1), o.tensor(2)))}
+_KINDS: tuple[tuple[Container[int], Callable[[Operands, int], Any]], ...] = (
+    (_COMPARED, lambda o, kind: _COMPARED[kind](o.tensor(0), o.tensor(1))), (_FUNCTIONS, _function),
+    ((ADD, SUB, MUL, DIV), _of_two), ((CAST,), _cast), ((MULS,), _scaled), ((NOT,), lambda o, _: ~o.tensor(0).bool()),
+    ((NEG,), lambda o, _: -o.tensor(0)), ((QUANT, QUANT_CHANNEL, DEQUANT_CHANNEL, DYNAMIC_QUANT), _codes),
+)  # fmt: skip
 
 
-@operator("FillOperation")
-def fill(o: Operands) -> Outputs:
+@operator("FillOperation", moves=True)
+def fill(o: Operands) -> Tensor:
     """(x, mask) with withMask: x, value where the mask is 1; else outDim numbers, all of them value."""
-    out, value = o.output(), o.numbers("value")[0]
+    value = o.numbers("value")[0]
     if o.param("withMask", True):
-        x = o.tensor(0)
-        return {"output.0": equal(x.masked_fill(o.tensor(1).bool().expand_as(x), value))}
-    shape = [int(n) for n in o.numbers("outDim")]
-    decline_if(shape != list(out.shape), "its parameters do not fit the output that was captured")
-    return {"output.0": equal(torch.full(shape, value, dtype=out.dtype))}
+        return o.tensor(0).masked_fill(o.tensor(1).bool().expand_as(o.tensor(0)), value)
+    shape = o.integers("outDim")
+    decline_if(shape != list(o.output().shape), "its parameters do not fit the output that was captured")
+    return torch.full(shape, value, dtype=o.output().dtype)
 
 
-@operator("OnehotOperation")
-def onehot(o: Operands) -> Outputs:
+@operator("OnehotOperation", moves=True)
+def onehot(o: Operands) -> Tensor:
     """(indices, one, zero): a new dimension ``axis`` of ``depth``."""
-    x, depth, axis = o.tensor(0).long(), o.param("depth", 0), o.param("axis", 0)
+    x, depth, out = o.tensor(0).long(), o.param("depth", 0), o.output()
     o.fits(x.numel() * depth)
-    decline_if(not -x.dim() - 1 <= axis <= x.dim(), f"axis {axis} is none of the output's")
-    dim = axis if axis >= 0 else axis + x.dim() + 1
-    y = (x.unsqueeze(dim) == torch.arange(depth).reshape(-1, *[1] * (x.dim() - dim))).long()
+    dim = axis_of(o.param("axis", 0), x.dim() + 1)
+    at = x.unsqueeze(dim) == torch.arange(depth).reshape(-1, *[1] * (x.dim() - dim))
     one, zero = o.maybe(1), o.maybe(2)
     if one is not None and zero is not None and one.numel() == zero.numel() == 1:
-        return {"output.0": equal(torch.where(y.bool(), one.reshape(()), zero.reshape(())))}
-    return {"output.0": equal(y.to(o.output().dtype))}
+        return torch.where(at, one.reshape(()), zero.reshape(()))
+    return at.to(out.dtype)
 
 
 def softmax(x: Tensor, unit: float) -> Expected:
@@ -264,83 +253,67 @@ def softmax(x: Tensor, unit: float) -> Expected:
 
 
 @operator("SoftmaxOperation")
-def softmax_of(o: Operands) -> Outputs:
+def softmax_of(o: Operands) -> Expected:
     x = o.wide(0)
     axes = sorted(axis_of(int(a), x.dim()) for a in o.numbers("axes"))
     decline_if(axes != list(range(axes[0], axes[-1] + 1)), f"axes {axes} do not follow one another")
-    others = [d for d in range(x.dim()) if d not in axes]
-    turned = x.permute(*others, *axes)
-    y = softmax(turned.flatten(len(others)), o.input_unit)
-    back = [[*others, *axes].index(d) for d in range(x.dim())]
-    return {"output.0": y.map(lambda t: t.expand(y.value.shape).reshape(turned.shape).permute(back))}
+    back = list(range(-len(axes), 0))
+    turned = x.movedim(axes, back)
+    y = softmax(turned.flatten(-len(axes)), o.input_unit)
+    return y.map(lambda t: t.expand(y.value.shape).reshape(turned.shape).movedim(back, axes))
 
 
 @operator("ReduceOperation")
-def reduce(o: Operands) -> Outputs:
+def reduce(o: Operands) -> Any:
     x, kind = o.tensor(0), o.param("reduceType", 0)
     axes = [axis_of(int(a), x.dim()) for a in o.numbers("axis")]
-    if kind == 1:
-        return {"output.0": equal(x.amax(axes))}
-    if kind == 2:
-        return {"output.0": equal(x.amin(axes))}
-    decline_if(kind != 3, f"reduceType {kind} is none that is known here")
+    decline_if(kind not in (1, 2, 3), f"reduceType {kind} is none that is known here")
+    if kind != 3:
+        return x.amax(axes) if kind == 1 else x.amin(axes)
     if not x.is_floating_point():
-        return {"output.0": equal(x.long().sum(axes))}
+        return x.long().sum(axes)
     wide, n = x.double(), math.prod(x.shape[a] for a in axes)
     size = wide.abs().sum(axes)
-    return {"output.0": Expected(wide.sum(axes), SUM * n**0.5 * size, bound=gamma(n) * size)}
+    return Expected(wide.sum(axes), SUM * n**0.5 * size, bound=gamma(n) * size)
 
 
 @operator("CumsumOperation")
-def cumsum(o: Operands) -> Outputs:
-    x = o.tensor(0)
-    (axis, *more) = o.numbers("axes")
+def cumsum(o: Operands) -> Any:
+    x, (axis, *more) = o.tensor(0), o.numbers("axes")
     if more or o.param("exclusive", False) or o.param("reverse", False):
         raise Declined("a sum over several axes, an exclusive or a reverse one has no reference")
     axis = axis_of(int(axis), x.dim())
     if not x.is_floating_point():
-        return {"output.0": equal(x.long().cumsum(axis))}
-    wide, n = x.double(), x.shape[axis]
+        return x.long().cumsum(axis)
+    wide, n, unit = x.double(), x.shape[axis], o.input_unit
     size = wide.abs().cumsum(axis)
     # sums on the way may be kept in the tensor's dtype
-    unit = o.input_unit
-    return {"output.0": Expected(wide.cumsum(axis), unit * n**0.5 * size, bound=gamma(n, max(unit, SUM)) * size)}
+    return Expected(wide.cumsum(axis), unit * n**0.5 * size, bound=gamma(n, max(unit, SUM)) * size)
 
 
 @operator("SortOperation")
-def sort(o: Operands) -> Outputs:
-    x = o.tensor(0)
-    num = int(o.numbers("num")[0])
+def sort(o: Operands) -> list[Expected]:
+    x, num = o.tensor(0), int(o.numbers("num")[0])
     decline_if(not 0 < num <= x.shape[-1], f"{num} of {x.shape[-1]} cannot be taken")
     values, places = (t[..., :num] for t in torch.sort(as_captured(x), dim=-1, descending=True, stable=True))
-    found: dict[str, Expected] = {"output.0": Expected(values, unit=0.0)}
     mine = o.call.outputs.get("output.1")
     if mine is not None and mine.shape == places.shape:
         at = mine.long().clamp(0, x.shape[-1] - 1)
         right = (at == mine.long()) & (as_captured(x).gather(-1, at) == values)  # of equal numbers any
         once = torch.sort(mine.long(), -1).values.diff(dim=-1).ne(0).all(-1, keepdim=True)  # each place once
         places = torch.where(right & once, mine.long(), places)
-    found["output.1"] = equal(places)
-    return found
+    return [Expected(values, unit=0.0), equal(places)]
 
 
-def _squares(o: Operands) -> list[tuple[int, int, int]]:
-    """(begin, end, length of a row) of each request's scores in the flat tensor."""
-    heads, at, found = o.param("headNum", 0), 0, []
-    for n in o.numbers("qSeqLen"):
-        end = at + heads * int(n) * int(n)
-        found.append((at, end, int(n)))
-        at = end
-    if heads <= 0 or at > o.tensor(0).numel() or any(n <= 0 for _, _, n in found):
-        raise Declined("headNum and qSeqLen do not fit its input")
-    return found
-
-
-def _of_squares(o: Operands, one: Callable[[int, int, int], Expected]) -> Expected:
-    out = o.output()
-    found = RowResults(out.numel())
-    for begin, end, n in _squares(o):
-        y = one(begin, end, n)
+def _of_squares(o: Operands, inputs: int, one: Callable[..., Expected]) -> Expected:
+    """Of each request's square of scores [headNum * n, n] in flat tensors."""
+    out, heads, sizes = o.output(), o.param("headNum", 0), o.integers("qSeqLen")
+    decline_if(heads <= 0 or min(sizes) <= 0, "headNum and qSeqLen do not fit its input")
+    ends = [0, *accumulate(heads * n * n for n in sizes)]
+    decline_if(ends[-1] > o.tensor(0).numel(), "headNum and qSeqLen do not fit its input")
+    flat, found = [o.wide(k).reshape(-1) for k in range(inputs)], RowResults(out.numel())
+    for n, (begin, end) in zip(sizes, pairwise(ends), strict=True):
+        y = one(*(t[begin:end].reshape(-1, n) for t in flat))
         found.put(slice(begin, end), [t.reshape(-1) for t in (y.value, y.noise, y.bound) if t is not None])
     value, noise, bound = found.parts
     rows = found.rows() if out.dim() == 1 else None
@@ -348,32 +321,28 @@ def _of_squares(o: Operands, one: Callable[[int, int, int], Expected]) -> Expect
 
 
 @operator("FastSoftMaxOperation")
-def fast_softmax(o: Operands) -> Outputs:
-    x, unit = o.wide(0).reshape(-1), o.input_unit
-    return {"output.0": _of_squares(o, lambda b, e, n: softmax(x[b:e].reshape(-1, n), unit))}
+def fast_softmax(o: Operands) -> Expected:
+    return _of_squares(o, 1, lambda x: softmax(x, o.input_unit))
 
 
 @operator("FastSoftMaxGradOperation")
-def fast_softmax_grad(o: Operands) -> Outputs:
+def fast_softmax_grad(o: Operands) -> Expected:
     """(y, dy)"""
-    y, dy, unit = o.wide(0).reshape(-1), o.wide(1).reshape(-1), o.input_unit
 
-    def one(begin: int, end: int, n: int) -> Expected:
-        a, b = (t[begin:end].reshape(-1, n) for t in (y, dy))
-        total, sizes = (a * b).sum(-1, keepdim=True), (a * b).abs().sum(-1, keepdim=True)
-        size = a * (b.abs() + sizes)
-        return Expected(a * (b - total), ROUNDED * unit * size, bound=(3.0 * unit + gamma(n + 4)) * size)
+    def one(a: Tensor, b: Tensor) -> Expected:
+        total, size = (a * b).sum(-1, keepdim=True), a * (b.abs() + (a * b).abs().sum(-1, keepdim=True))
+        bound = (3.0 * o.input_unit + gamma(a.shape[-1] + 4)) * size
+        return Expected(a * (b - total), ROUNDED * o.input_unit * size, bound=bound)
 
-    return {"output.0": _of_squares(o, one)}
+    return _of_squares(o, 2, one)
 
 
 @operator("FaUpdateOperation")
-def fa_update(o: Operands) -> Outputs:
+def fa_update(o: Operands) -> Expected:
     """(lse [parts, rows], out [parts, rows, width])"""
-    lse, parts = o.wide(0), o.wide(1)
-    lse = lse.reshape(len(parts), -1)
+    parts = o.wide(1).reshape(len(o.tensor(1)), -1, o.tensor(1).shape[-1])
+    lse = o.wide(0).reshape(parts.shape[:2])
     share = torch.softmax(lse, 0).unsqueeze(-1)
-    y = (share * parts.reshape(len(parts), lse.shape[1], -1)).sum(0)
-    size = (share * parts.reshape(len(parts), lse.shape[1], -1).abs()).sum(0)
+    size = (share * parts.abs()).sum(0)
     off = 2.0 * APPROXIMATE + gamma(len(parts) + 8) + 4.0 * SUM * lse.abs().amax(0).unsqueeze(-1)
-    return {"output.0": reshaped(Expected(y, SUM * size, bound=off * size), o.output().shape)}
+    return reshaped(Expected((share * parts).sum(0), SUM * size, bound=off * size), o.output().shape)

@@ -13,12 +13,13 @@ rounded. A weight that a tool compressed (LinearSparse) is declined: its layout 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only
 from vllm_accprobe.opcheck.references.activations import alone, gelu_tanh, silu
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.caches import coded as coded_in
@@ -92,8 +93,13 @@ def scale_of(t: Tensor) -> Tensor:
     return t.double()
 
 
+def _matrices(o: Operands, a: bool = False, b: bool = True) -> tuple[Tensor, Tensor]:
+    """`matrices` by transposeA and transposeB, whose defaults are these."""
+    return matrices(o, o.param("transposeA", a), o.param("transposeB", b))
+
+
 def matrices(o: Operands, a: bool, b: bool) -> tuple[Tensor, Tensor]:
-    """A [..., m, k] and B [..., k, n] in their own dtypes."""
+    """A [..., m, k] and B [..., k, n] in their own dtypes. a, b: whether they are transposed."""
     x, weight = o.tensor(0), o.tensor(1)
     if weight.dim() == 4 and x.dim() < 4:
         if weight.shape[-1] not in (16, 32):
@@ -149,11 +155,11 @@ def dequantised(
 
 
 @operator("LinearOperation")
-def linear(o: Operands) -> Outputs:
+def linear(o: Operands) -> Expected:
     """(x, weight, bias or accum where there is one, scale of the columns and of the tokens where it is quantised)"""
     out_type = o.param("outDataType", UNDEFINED)
     bias, accum = o.param("hasBias", True), o.param("enAccum", False)
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
+    x, weight = _matrices(o)
     token_scales = o.param("quantMode", 0) == _PER_TOKEN
     o.exactly(2 + (bias or accum) + (0 if out_type == UNDEFINED else 1 + token_scales))
     if out_type == UNDEFINED and not (x.is_floating_point() and weight.is_floating_point()):
@@ -178,7 +184,7 @@ def linear(o: Operands) -> Outputs:
         token = o.tensor(3) if token_scales else None
         scale = o.tensor(3 if bias else 2)
         y = dequantised(o, x, weight, o.tensor(2) if bias else None, scale, token)
-    return {"output.0": _fitted(y, o.output())}
+    return _fitted(y, o.output())
 
 
 def _activated(o: Operands, y: Expected) -> Expected:
@@ -195,52 +201,41 @@ def _activated(o: Operands, y: Expected) -> Expected:
 
 
 def _of_codes(o: Operands) -> Expected:
-    """(x int8, weight int8, bias int32 where there is one, scale of the columns): ATB's before 2.0."""
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
-    bias = o.param("hasBias", True)
-    return dequantised(o, x, weight, o.tensor(2) if bias else None, o.tensor(3 if bias else 2), None)
+    """(x int8, weight int8, bias int32 where there is one, scale of the columns)"""
+    bias = o.tensor(2) if o.param("hasBias", True) else None
+    return dequantised(o, *_matrices(o), bias, o.tensor(2 if bias is None else 3), None)
 
 
-@operator("LinearQuantOperation")
-def linear_quant(o: Operands) -> Outputs:
-    return {"output.0": _fitted(_of_codes(o), o.output())}
+def _with_bias(o: Operands) -> Expected:
+    """(x, weight, bias where there is one)"""
+    y = multiplied(*_matrices(o))
+    return biased(y, o.wide(2), None) if o.param("hasBias", True) else y
 
 
-@operator("LinearActivationOperation")
-def linear_activation(o: Operands) -> Outputs:
-    """(x, weight, bias where there is one): the product's activation: ATB's before 2.0."""
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
-    y = multiplied(x, weight)
-    if o.param("hasBias", True):
-        y = biased(y, o.wide(2), None)
-    return {"output.0": _fitted(_activated(o, rounded(y, o.unit)), o.output())}
-
-
-@operator("LinearActivationQuantOperation")
-def linear_activation_quant(o: Operands) -> Outputs:
-    return {"output.0": _fitted(_activated(o, rounded(_of_codes(o), o.unit)), o.output())}
-
-
-@operator("MatmulOperation")
-def matmul(o: Operands) -> Outputs:
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", False))
-    return {"output.0": _fitted(multiplied(x, weight), o.output())}
-
-
-@reference("LinearSparseOperation")
-def linear_sparse(call: Call) -> Outputs:
+def _compressed(o: Operands) -> Expected:
     """(x int8, weight int8 as its tool compressed it, bias int32, scale, index of the compression)"""
-    o = Operands(call)
-    x, weight = o.tensor(0), o.tensor(1)
-    whole = weight.dim() >= 2 and o.maybe(4) is None
+    whole = o.tensor(1).dim() >= 2 and o.maybe(4) is None
     decline_if(not whole, "its weight was compressed, and the layout of that is not public")
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
-    y = dequantised(o, x, weight, o.maybe(2), o.tensor(3), None)
-    return {"output.0": _fitted(y, o.output())}
+    return dequantised(o, *_matrices(o), o.maybe(2), o.tensor(3), None)
+
+
+_PRODUCTS: Mapping[str, Callable[[Operands], Expected]] = {
+    "LinearQuantOperation": _of_codes,
+    "LinearActivationOperation": lambda o: _activated(o, rounded(_with_bias(o), o.unit)),
+    "LinearActivationQuantOperation": lambda o: _activated(o, rounded(_of_codes(o), o.unit)),
+    "MatmulOperation": lambda o: multiplied(*_matrices(o, b=False)),
+    "LinearSparseOperation": _compressed,
+}
+"""The activated ones and LinearQuant are of ATB before 2.0."""
+
+
+@operator(*_PRODUCTS)
+def products(o: Operands) -> Expected:
+    return _fitted(_PRODUCTS[o.call.cls](o), o.output())
 
 
 @operator("W8A16Operation")
-def w8a16(o: Operands) -> Outputs:
+def w8a16(o: Operands) -> Expected:
     """(x, weight int8, [k, n] or turned, scale, offset, bias): MindIE's node around aclnnWeightQuantBatchMatmulV2."""
     x, codes = o.wide(0), o.wide(1)
     turned = o.param("transposeB", False)
@@ -257,34 +252,30 @@ def w8a16(o: Operands) -> Outputs:
     y = Expected(y.value, combined(y.noise, size / k**0.5), bound=None if y.bound is None else y.bound + size)
     if o.param("hasBias", False):
         y = biased(y, o.wide(4), o.unit)
-    return {"output.0": _fitted(y, o.output())}
+    return _fitted(y, o.output())
 
 
 @operator("StridedBatchMatmulOperation")
-def strided_batch(o: Operands) -> Outputs:
+def strided_batch(o: Operands) -> Expected:
     """Matrices that lie in flat A, B and C by leading dimensions and strides, batch by batch, head by head."""
     a, b, out = o.wide(0).reshape(-1), o.wide(1).reshape(-1), o.output()
     batch, heads = o.param("batch", 1), o.param("headNum", 1)
-    turn_a, turn_b = (
-        o.param(new if o.has(new) else old, False) for new, old in (("transA", "transposeA"), ("transB", "transposeB"))
-    )
-    size = {n: o.numbers(n) for n in ("m", "n", "k", "lda", "ldb", "ldc", "strideA", "strideB", "strideC")}
-    if any(len(v) < batch for v in size.values()) or batch * heads > out.numel():
-        raise Declined("its sizes do not fit its batch")
-    value, noise, bound = (torch.zeros(out.numel(), dtype=torch.float64) for _ in range(3))
+    turned = [o.param(f"trans{x}" if o.has(f"trans{x}") else f"transpose{x}", False) for x in "AB"]
+    sizes = [o.integers(n) for n in ("m", "n", "k", "lda", "ldb", "ldc", "strideA", "strideB", "strideC")]
+    decline_if(any(len(v) < batch for v in sizes) or batch * heads > out.numel(), "its sizes do not fit its batch")
+    parts = [torch.zeros(out.numel(), dtype=torch.float64) for _ in range(3)]
     at_a = at_b = at_c = 0
-    for i in range(batch):
-        m, n, k = (int(size[x][i]) for x in "mnk")
+    for _, (m, n, k, lda, ldb, ldc, step_a, step_b, step_c) in zip(
+        range(batch), zip(*sizes, strict=False), strict=False
+    ):
         for j in range(heads):
-            left = _strided(a, at_a + int(size["strideA"][i]) * j, int(size["lda"][i]), *((k, m) if turn_a else (m, k)))
-            right = _strided(
-                b, at_b + int(size["strideB"][i]) * j, int(size["ldb"][i]), *((n, k) if turn_b else (k, n))
-            )
-            y = product(left.T if turn_a else left, right if turn_b else right.T)
-            for flat, part in zip((value, noise, bound), (y.value, y.noise, y.bound), strict=True):
-                _strided(flat, at_c + int(size["strideC"][i]) * j, int(size["ldc"][i]), m, n).copy_(part)
+            left = _strided(a, at_a + step_a * j, lda, *((k, m) if turned[0] else (m, k)))
+            right = _strided(b, at_b + step_b * j, ldb, *((n, k) if turned[1] else (k, n)))
+            y = product(left.T if turned[0] else left, right if turned[1] else right.T)
+            for flat, part in zip(parts, (y.value, y.noise, y.bound), strict=True):
+                _strided(flat, at_c + step_c * j, ldc, m, n).copy_(part)
         at_a, at_b, at_c = at_a + m * k * heads, at_b + k * n * heads, at_c + m * n * heads
-    return {"output.0": reshaped(Expected(value, noise, bound=bound), out.shape)}
+    return reshaped(Expected(parts[0], parts[1], bound=parts[2]), out.shape)
 
 
 def _strided(flat: Tensor, start: int, lead: int, rows: int, columns: int) -> Tensor:
@@ -318,49 +309,45 @@ def _whole(t: Tensor) -> Expected:
 
 
 @operator("AllReduceOperation")
-def all_reduce(o: Operands) -> Outputs:
+def all_reduce(o: Operands) -> Any:
     kind = o.param("allReduceType", "sum")
     decline_if(o.param("quantType", 0), "a quantised sum over ranks has no reference")
     parts = [p.tensor(0) for p in ranks(o)]
     decline_if(len({p.shape for p in parts}) != 1, "its ranks gave tensors of several shapes")
     if kind in ("sum", "prod") and not parts[0].is_floating_point():
-        stack = torch.stack(parts).long()
-        return {"output.0": Expected(stack.sum(0) if kind == "sum" else stack.prod(0), unit=0.0)}
+        return Expected(getattr(torch.stack(parts).long(), kind)(0), unit=0.0)
     if kind == "prod":
         y = torch.stack(parts).double().prod(0)
         noise, bound = (o.unit * times * y.abs() for times in ((len(parts) - 1) ** 0.5, len(parts)))
-        return {"output.0": Expected(y, noise, bound=bound)}
-    return {"output.0": _reduced("allReduceType", kind, parts, o.unit)}
+        return Expected(y, noise, bound=bound)
+    return _reduced("allReduceType", kind, parts, o.unit)
 
 
-def _reduced(name: str, kind: str, parts: list[Tensor], unit: float) -> Expected:
+def _reduced(name: str, kind: str, parts: list[Tensor], unit: float) -> Any:
     if kind in ("max", "min"):
-        stack = torch.stack(parts)
-        return equal(stack.amax(0) if kind == "max" else stack.amin(0))
+        return getattr(torch.stack(parts), f"a{kind}")(0)
     decline_if(kind != "sum", f"{name} {kind[:20]!r} has no reference")
     return summed([_whole(p) for p in parts], unit)
 
 
 @operator("AllGatherOperation")
-def all_gather(o: Operands) -> Outputs:
+def all_gather(o: Operands) -> Tensor:
     parts = torch.stack([p.tensor(0) for p in ranks(o)])
-    return {"output.0": equal(parts.reshape(o.output().shape) if parts.numel() == o.output().numel() else parts)}
+    return parts.reshape(o.output().shape) if parts.numel() == o.output().numel() else parts
 
 
 @operator("ReduceScatterOperation")
-def reduce_scatter(o: Operands) -> Outputs:
+def reduce_scatter(o: Operands) -> Any:
     each = ranks(o)
     parts = [p.tensor(0).chunk(len(each))[o.param("rank", 0)] for p in each]
-    return {"output.0": _reduced("reduceType", o.param("reduceType", "sum"), parts, o.unit)}
+    return _reduced("reduceType", o.param("reduceType", "sum"), parts, o.unit)
 
 
-@operator("BroadcastOperation")
-def broadcast(o: Operands) -> Outputs:
-    root = o.param("rankRoot", 0)
-    each = ranks(o)
-    if not 0 <= root < len(each):
-        raise Declined(f"rankRoot {root} is none of {len(each)} ranks")
-    return dict.fromkeys(("output.0", "inplace.0"), equal(each[root].tensor(0)))
+@operator("BroadcastOperation", writes=0)
+def broadcast(o: Operands) -> Tensor:
+    each, root = ranks(o), o.param("rankRoot", 0)
+    decline_if(not 0 <= root < len(each), f"rankRoot {root} is none of {len(each)} ranks")
+    return each[root].tensor(0)
 
 
 def _product(o: Operands, x: Tensor | None = None) -> Expected:

@@ -11,254 +11,206 @@ mask, for each head. ScatterElementsV2, IndexAdd: written or added at indices. N
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.references.atb.operands import NO_FIT, Operands, operator
+from vllm_accprobe.opcheck.references.parts import within
 from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, subnormal
 
 Tensor = Any  # a torch.Tensor
+moves: Any = partial(operator, moves=True)
 
 
-def axis_of(axis: Any, dims: int) -> int:
-    """A dimension counted from the front; raises Declined where there is none of this number."""
-    if not isinstance(axis, int) or not -dims <= axis < max(dims, 1):
-        raise Declined(f"{axis!r} is none of {dims} dimensions")
-    return axis % max(dims, 1)
+def _split(o: Operands) -> Any:
+    dim, count = o.axis("splitDim", 0), o.param("splitNum", 2)
+    long = o.tensor(0).shape[dim]
+    return o.tensor(0).split(o.integers("splitSizes", []) or [long // count] * min(count, long), dim)
 
 
-def within(index: Tensor, size: int) -> Tensor:
-    """Indices as int64; raises Declined where one lies outside of ``size``."""
-    found = index.long()
-    if found.numel() and (int(found.min()) < 0 or int(found.max()) >= size):
-        raise Declined("an index lies outside of what it is an index of")
-    return found
+_AT_ONCE: Mapping[str, Callable[[Operands], Any]] = {
+    "TransposeOperation": lambda o: o.tensor(0).permute(o.integers("perm")), "SplitOperation": _split,
+    "WhereOperation": lambda o: torch.where(o.tensor(0).bool(), o.tensor(1), o.tensor(2)),  # a condition of 0 and 1
+}  # fmt: skip
 
 
-@operator("GatherOperation")
-def gather(o: Operands) -> Outputs:
+@moves(*_AT_ONCE)
+def at_once(o: Operands) -> Any:
+    """What is one operation of torch."""
+    return _AT_ONCE[o.call.cls](o)
+
+
+@moves("GatherOperation")
+def gather(o: Operands) -> Tensor:
     """(x, indices)"""
-    x, index, batch = o.tensor(0), o.tensor(1), o.param("batchDims", 0)
-    axis = axis_of(o.param("axis", 0), x.dim())
-    at = within(index, x.shape[axis])
-    if not 0 <= batch <= min(axis, at.dim()) or x.shape[:batch] != at.shape[:batch]:
-        raise Declined(f"batchDims {batch} does not fit its inputs")
-    o.fits(x.numel() // max(x.shape[axis], 1) * (at.numel() // max(at.shape[:batch].numel(), 1)))
-    if not batch:
-        y = x.index_select(axis, at.reshape(-1))
-        return {"output.0": equal(y.reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1 :]))}
+    x, batch, axis = o.tensor(0), o.param("batchDims", 0), o.axis("axis", 0)
+    at = within(o.tensor(1), x.shape[axis])
+    decline_if(not 0 <= batch <= axis or x.shape[:batch] != at.shape[:batch], NO_FIT)
     lead = x.shape[:batch].numel()
-    flat, places = x.reshape(lead, *x.shape[batch:]), at.reshape(lead, -1)
-    parts = [part.index_select(axis - batch, own) for part, own in zip(flat, places, strict=True)]
-    y = torch.stack(parts)
-    return {"output.0": equal(y.reshape(*x.shape[:axis], *at.shape[batch:], *x.shape[axis + 1 :]))}
+    o.fits(x.numel() // max(x.shape[axis], 1) * (at.numel() // max(lead, 1)))
+    each = zip(x.reshape(lead, *x.shape[batch:]), at.reshape(lead, -1), strict=True)
+    y = torch.stack([part.index_select(axis - batch, own) for part, own in each])
+    return y.reshape(*x.shape[:axis], *at.shape[batch:], *x.shape[axis + 1 :])
 
 
-@operator("ConcatOperation")
-def concat(o: Operands) -> Outputs:
+@moves("ConcatOperation")
+def concat(o: Operands) -> Tensor:
     parts = [o.tensor(k) for k in range(len(o))]
-    if len({p.dim() for p in parts}) != 1 or len({p.dtype for p in parts}) != 1:
-        raise Declined("its inputs do not fit together")
-    return {"output.0": equal(torch.cat(parts, axis_of(o.param("concatDim", 0), parts[0].dim())))}
+    decline_if(len({p.dim() for p in parts}) != 1 or len({p.dtype for p in parts}) != 1, NO_FIT)
+    return torch.cat(parts, o.axis("concatDim", 0))
 
 
-@operator("SplitOperation")
-def split(o: Operands) -> Outputs:
-    x, count, sizes = o.tensor(0), o.param("splitNum", 2), [int(n) for n in o.numbers("splitSizes", [])]
-    dim = axis_of(o.param("splitDim", 0), x.dim())
-    if not sizes:
-        decline_if(count < 1 or x.shape[dim] % count, f"{x.shape[dim]} cannot be cut into {count} equal parts")
-        sizes = [x.shape[dim] // count] * count
-    decline_if(sum(sizes) != x.shape[dim] or min(sizes) < 0, f"splitSizes {sizes} do not fit {x.shape[dim]}")
-    return {f"output.{k}": equal(part) for k, part in enumerate(x.split(sizes, dim))}
-
-
-@operator("SliceOperation")
-def slice_of(o: Operands) -> Outputs:
+@moves("SliceOperation")
+def slice_of(o: Operands) -> Tensor:
     y = o.tensor(0)
-    offsets, sizes = ([int(n) for n in o.numbers(name)] for name in ("offsets", "size"))
-    decline_if(not len(offsets) == len(sizes) <= y.dim(), "its offsets and sizes do not fit its input")
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+    for dim, (offset, size) in enumerate(zip(o.integers("offsets"), o.integers("size"), strict=True)):
         first = offset if offset >= 0 else offset + y.shape[dim]
-        count = size if size != -1 else y.shape[dim] - first
-        decline_if(first < 0 or count < 0 or first + count > y.shape[dim], "it cuts beyond its input")
-        y = y.narrow(dim, first, count)
-    return {"output.0": equal(y)}
+        y = y.narrow(dim, first, size if size != -1 else y.shape[dim] - first)
+    return y
 
 
-@operator("TransposeOperation")
-def transpose(o: Operands) -> Outputs:
-    x, perm = o.tensor(0), [int(n) for n in o.numbers("perm")]
-    if sorted(perm) != list(range(x.dim())):
-        raise Declined(f"perm {perm} is no order of {x.dim()} dimensions")
-    return {"output.0": equal(x.permute(perm))}
-
-
-@operator("AsStridedOperation")
-def as_strided(o: Operands) -> Outputs:
-    x = o.tensor(0).contiguous()
-    size, stride = ([int(n) for n in o.numbers(name)] for name in ("size", "stride"))
-    (offset,) = [int(n) for n in o.numbers("offset", [0])][:1] or [0]
-    decline_if(len(size) != len(stride) or min([offset, *size, *stride]) < 0, "its size and stride do not fit together")
+@moves("AsStridedOperation")
+def as_strided(o: Operands) -> Tensor:
+    x, size, stride, (offset, *_) = o.tensor(0), o.integers("size"), o.integers("stride"), o.integers("offset", [0])
+    decline_if(min([offset, *size, *stride]) < 0, NO_FIT)
     o.fits(math.prod(size))
     if offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) >= max(x.numel(), 1):
         raise Declined("its strides lead out of its input")
-    return {"output.0": equal(torch.as_strided(x, size, stride, offset))}
+    return torch.as_strided(x.contiguous(), size, stride, offset)
 
 
-@operator("RepeatOperation")
-def repeat(o: Operands) -> Outputs:
-    x, multiples = o.tensor(0), [int(n) for n in o.numbers("multiples")]
-    if len(multiples) < x.dim() or min(multiples) < 0:
-        raise Declined(f"multiples {multiples} do not fit {x.dim()} dimensions")
-    o.fits(x.numel() * math.prod(multiples))
-    return {"output.0": equal(x.repeat(multiples))}
+@moves("RepeatOperation")
+def repeat(o: Operands) -> Tensor:
+    o.fits(o.tensor(0).numel() * math.prod(o.integers("multiples")))
+    return o.tensor(0).repeat(o.integers("multiples"))
 
 
-@operator("SetValueOperation")
-def set_value(o: Operands) -> Outputs:
+@moves("SetValueOperation", writes=0)
+def set_value(o: Operands) -> Tensor:
     """(dst, src), dst in place."""
     dst, src = o.tensor(0).clone(), o.tensor(1)
-    starts, ends = ([int(n) for n in o.numbers(name)] for name in ("starts", "ends"))
-    if any(n != 1 for n in o.numbers("strides", [])) or not len(starts) == len(ends) <= dst.dim():
-        raise Declined("its starts, ends and strides do not fit")
+    starts, ends = o.integers("starts"), o.integers("ends")
+    decline_if(any(n != 1 for n in o.numbers("strides", [])) or min(starts) < 0, NO_FIT)
     part = dst
     for dim, (begin, end) in enumerate(zip(starts, ends, strict=True)):
-        decline_if(not 0 <= begin <= end <= dst.shape[dim], "it writes beyond its input")
         part = part.narrow(dim, begin, end - begin)
-    decline_if(part.shape != src.shape, f"{list(src.shape)} does not fit between its starts and ends")
+    decline_if(part.shape != src.shape, NO_FIT)
     part.copy_(src)
-    return dict.fromkeys(("inplace.0", "output.0"), equal(dst))
+    return dst
 
 
-@operator("TransdataOperation")
-def transdata(o: Operands) -> Outputs:
+@moves("TransdataOperation")
+def transdata(o: Operands) -> Tensor:
     x, kind = o.tensor(0), o.param("transdataType", 0)
     if kind == 1:
-        decline_if(x.dim() != 4, f"{list(x.shape)} is not FRACTAL_NZ")
         b, n1, m, n0 = x.shape
-        rows, columns = (int(n) for n in o.numbers("outCrops", [0, 0]))
-        if not (0 < rows <= m and 0 < columns <= n1 * n0):
-            raise Declined(f"outCrops {rows}, {columns} do not fit {list(x.shape)}")
-        return {"output.0": equal(x.transpose(1, 2).reshape(b, m, n1 * n0)[:, :rows, :columns])}
+        rows, columns = o.integers("outCrops", [0, 0])
+        decline_if(not (0 < rows <= m and 0 < columns <= n1 * n0), NO_FIT)
+        return x.transpose(1, 2).reshape(b, m, n1 * n0)[:, :rows, :columns]
     decline_if(kind != 2 or x.dim() not in (2, 3), f"transdataType {kind} of {list(x.shape)} has no reference")
     x = x.reshape(-1, *x.shape[-2:])
     wide = 32 if x.dtype == torch.int8 else 16
     b, m, n = x.shape
     up = torch.zeros(b, -(-m // 16) * 16, -(-n // wide) * wide, dtype=x.dtype)
     up[:, :m, :n] = x
-    return {"output.0": equal(up.reshape(b, up.shape[1], -1, wide).transpose(1, 2))}
+    return up.reshape(b, up.shape[1], -1, wide).transpose(1, 2)
 
 
-def _lengths(o: Operands, k: int, most: int) -> list[int]:
-    found = [int(n) for n in o.tensor(k).reshape(-1)]
-    decline_if(any(not 0 <= n <= most for n in found), "a length is beyond its tensor")
-    return found
+def _runs(lengths: list[int], count: int, most: int) -> list[int]:
+    """Lengths of ``count`` requests; raises Declined where one is beyond ``most``."""
+    decline_if(len(lengths) != count or any(not 0 <= n <= most for n in lengths), "its lengths do not fit its input")
+    return lengths
 
 
-@operator("UnpadOperation")
-def unpad(o: Operands) -> Outputs:
+def _at_front(values: Tensor, like: Tensor) -> Tensor:
+    """``values`` and zeros behind, int64, in the shape of ``like``."""
+    return torch.cat((values.long(), torch.zeros(like.numel() - len(values), dtype=torch.int64))).reshape(like.shape)
+
+
+@moves("UnpadOperation")
+def unpad(o: Operands) -> list[Tensor]:
     """(tokens [batch, most], sums of paddings, number of tokens, lengths) → (tokens, offsets, offset of each)"""
     ids = o.tensor(0)
-    batch, most = ids.shape
-    lengths, sums = _lengths(o, 3, most), [int(n) for n in o.tensor(1).reshape(-1)]
-    decline_if(len(lengths) != batch or len(sums) != batch, "its lengths do not fit its batch")
+    lengths, sums = _runs(o.tensor(3).reshape(-1).tolist(), *ids.shape), o.tensor(1).reshape(-1).long()
+    before = torch.cat((torch.zeros(1, dtype=torch.int64), sums[:-1]))
     kept = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
-    before = [0, *sums[:-1]]
-    own = [off for off, n in zip(before, lengths, strict=True) for _ in range(n)]
-    tokens, offsets = (torch.zeros(batch * most, dtype=torch.int64) for _ in range(2))
-    tokens[: len(kept)], offsets[: len(own)] = kept.long(), torch.tensor(own, dtype=torch.int64)
-    found = (tokens, torch.tensor(before), offsets)
-    return {f"output.{k}": equal(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+    own = before.repeat_interleave(torch.tensor(lengths))
+    return [_at_front(t, o.output(k)) for k, t in enumerate((kept, before, own))]
 
 
-@operator("PadOperation")
-def pad(o: Operands) -> Outputs:
+@moves("PadOperation")
+def pad(o: Operands) -> Tensor:
     """(rows, offset of each, lengths, tokens [batch, most]) → the last row of each request."""
-    rows, most = o.tensor(0), o.tensor(3).shape[-1]
-    ends = torch.tensor(_lengths(o, 2, most)).cumsum(0) - 1
-    return {"output.0": equal(rows[within(ends, len(rows))])}
+    lengths = o.tensor(2).reshape(-1)
+    ends = torch.tensor(_runs(lengths.tolist(), len(lengths), o.tensor(3).shape[-1])).cumsum(0) - 1
+    return o.tensor(0)[within(ends, len(o.tensor(0)))]
 
 
-@operator("UnpadWithHiddenStateOperation")
-def unpad_rows(o: Operands) -> Outputs:
+@moves("UnpadWithHiddenStateOperation")
+def unpad_rows(o: Operands) -> Tensor:
     x = o.tensor(0)
-    lengths = [int(n) for n in o.numbers("qSeqLen")]
-    if len(lengths) != len(x) or any(not 0 <= n <= x.shape[1] for n in lengths):
-        raise Declined("qSeqLen does not fit its input")
-    return {"output.0": equal(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))}
+    lengths = _runs(o.integers("qSeqLen"), *x.shape[:2])
+    return torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)])
 
 
-@operator("PadWithHiddenStateOperation")
-def pad_rows(o: Operands) -> Outputs:
-    x, most = o.tensor(0), o.param("maxSeqLen", 0)
-    lengths = [int(n) for n in o.numbers("qSeqLen")]
-    decline_if(sum(lengths) != len(x) or any(not 0 <= n <= most for n in lengths), "qSeqLen does not fit its input")
+@moves("PadWithHiddenStateOperation")
+def pad_rows(o: Operands) -> Tensor:
+    x, most, lengths = o.tensor(0), o.param("maxSeqLen", 0), o.integers("qSeqLen")
+    _runs(lengths, len(lengths), most)
     o.fits(len(lengths) * most * x.shape[-1])
     y = torch.zeros(len(lengths), most, x.shape[-1], dtype=x.dtype)
     for row, part in zip(y, x.split(lengths), strict=True):
         row[: len(part)] = part
-    return {"output.0": equal(y)}
+    return y
 
 
-@operator("GenAttentionMaskOperation")
-def attention_masks(o: Operands) -> Outputs:
-    x, heads = o.tensor(0), o.param("headNum", 1)
-    lengths = [int(n) for n in o.numbers("seqLen")]
-    if len(lengths) > len(x) or any(not 0 <= n <= min(x.shape[-2:]) for n in lengths):
-        raise Declined("seqLen does not fit its input")
+@moves("GenAttentionMaskOperation")
+def attention_masks(o: Operands) -> Tensor:
+    x, heads, lengths = o.tensor(0), o.param("headNum", 1), o.integers("seqLen")
+    _runs(lengths, min(len(lengths), len(x)), min(x.shape[-2:]))
     o.fits(heads * sum(x[i, ..., :n, :n].numel() for i, n in enumerate(lengths)))
     parts = [x[i, ..., :n, :n].reshape(-1).repeat(heads) for i, n in enumerate(lengths)]
-    return {"output.0": equal(torch.cat(parts).reshape(o.output().shape))}
+    return torch.cat(parts).reshape(o.output().shape)
 
 
-@operator("ScatterElementsV2Operation")
-def scatter(o: Operands) -> Outputs:
+@moves("ScatterElementsV2Operation", writes=0)
+def scatter(o: Operands) -> Any:
     """(x, indices, updates), x in place."""
-    x, index, more = o.tensor(0), o.tensor(1), o.tensor(2)
-    axis = axis_of(o.param("axis", -1), x.dim())
-    at = within(index, x.shape[axis])
-    if o.param("reduction", 0):
-        y = x.double().scatter_add(axis, at, more.double())
-        size = x.double().abs().scatter_add(axis, at, more.double().abs())
-        # each addition to a place may be rounded, the last one is the result's
-        times = torch.zeros_like(size).scatter_add(axis, at, torch.ones_like(more, dtype=torch.float64)).clamp(min=1.0)
-        found = Expected(y, ROUNDED * o.unit * times.sqrt() * size, bound=times * o.unit * size)
-    else:
-        found = equal(x.scatter(axis, at, more.to(x.dtype)))
-    return dict.fromkeys(("inplace.0", "output.0"), found)
+    x, at, more, axis = o.tensor(0), o.tensor(1).long(), o.tensor(2), o.axis("axis", -1)
+    if not o.param("reduction", 0):
+        return x.scatter(axis, at, more.to(x.dtype))
+    y = x.double().scatter_add(axis, at, more.double())
+    size = x.double().abs().scatter_add(axis, at, more.double().abs())
+    # each addition to a place may be rounded, the last one is the result's
+    times = torch.zeros_like(size).scatter_add(axis, at, torch.ones_like(more, dtype=torch.float64)).clamp(min=1.0)
+    return Expected(y, ROUNDED * o.unit * times.sqrt() * size, bound=times * o.unit * size)
 
 
-@operator("IndexAddOperation")
-def index_add(o: Operands) -> Outputs:
+@moves("IndexAddOperation", writes=0)
+def index_add(o: Operands) -> Expected:
     """(x, indices, updates, alpha), or with INDEX_ADD_VALID (x, indices, updates, how many of them are valid)."""
-    x, kind = o.wide(0), o.param("indexType", 0)
-    axis, at, more = axis_of(o.param("axis", 0), o.tensor(0).dim()), o.tensor(1), o.wide(2)
-    if kind == 2:
-        valid = int(o.tensor(3).reshape(-1)[0])
-        at, more, alpha = at[:valid], more.narrow(axis, 0, valid), 1.0
-    elif kind == 1:
-        alpha = float(o.wide(3).reshape(-1)[0])
-    else:
-        raise Declined(f"indexType {kind} is none that is known here")
-    at = within(at, x.shape[axis])
+    x, kind, axis = o.wide(0), o.param("indexType", 0), o.axis("axis", 0)
+    decline_if(kind not in (1, 2), f"indexType {kind} is none that is known here")
+    last = float(o.tensor(3).reshape(-1)[0])
+    valid, alpha = (int(last), 1.0) if kind == 2 else (len(o.tensor(1)), last)
+    at, more = within(o.tensor(1)[:valid], x.shape[axis]), o.wide(2).narrow(axis, 0, valid)
     y, size = x.index_add(axis, at, more, alpha=alpha), x.abs().index_add(axis, at, more.abs(), alpha=abs(alpha))
     times = float(torch.bincount(at).max()) if len(at) else 0.0
     # each addition may be rounded to the tensor's dtype
     least = subnormal(o.unit, times)
-    found = Expected(y, ROUNDED * (o.unit * times**0.5 * size + least),
-                     bound=(times * o.unit + times * SUM) * size + least)  # fmt: skip
-    return dict.fromkeys(("inplace.0", "output.0"), found)
+    return Expected(y, ROUNDED * (o.unit * times**0.5 * size + least),
+                    bound=(times * o.unit + times * SUM) * size + least)  # fmt: skip
 
 
-@operator("NonzeroOperation")
-def nonzero(o: Operands) -> Outputs:
+@moves("NonzeroOperation")
+def nonzero(o: Operands) -> list[Tensor]:
     """→ (indices [dimensions, elements], how many)"""
     x = o.tensor(0)
     at = x.nonzero().T
     y = torch.zeros(x.dim(), x.numel(), dtype=torch.int64)
     y[:, : at.shape[1]] = at
-    return {"output.0": equal(y), "output.1": equal(torch.tensor(at.shape[1]).reshape(o.output(1).shape))}
+    return [y, torch.tensor(at.shape[1]).reshape(o.output(1).shape)]

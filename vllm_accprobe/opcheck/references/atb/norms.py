@@ -22,7 +22,7 @@ from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import coded, dynamic
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.norms import layer_normed, rms_and_root, rms_gradient, rms_normed
-from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.parts import reshaped, unit_of, within
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
 from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, sum_of_two
 
@@ -56,7 +56,7 @@ def _total(terms: list[Tensor], unit: float) -> Expected:
 
 
 @operator("RmsNormOperation")
-def rms(o: Operands) -> Outputs:
+def rms(o: Operands) -> Any:
     kind, p = _kind(o)
     quant, unit = p.param("quantType", 0), o.input_unit
     eps = p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
@@ -70,8 +70,7 @@ def rms(o: Operands) -> Outputs:
     whole = sum(terms[1:], terms[0])
     weight = o.wide(at)
     if kind == NORM and p.param("rstd", False):
-        y, root = rms_and_root(whole, weight, eps, unit)  # the training form: as many dimensions as gamma has
-        return {"output.0": y, "output.1": root}
+        return rms_and_root(whole, weight, eps, unit)  # the training form: as many dimensions as gamma has
     weight = weight.reshape(-1)
     if weight.numel() != x.shape[-1]:
         raise Declined(f"gamma {list(o.tensor(at).shape)} does not fit an input of width {x.shape[-1]}")
@@ -80,7 +79,7 @@ def rms(o: Operands) -> Outputs:
     half = kind == NORM and p.param("precisionMode", 0) == 1
     y = rms_normed(whole, weight, eps, unit, before=1 if added else 0, behind=3 if half else 1)
     if not quant:
-        return {"output.0": y} | ({"output.1": _total(terms, unit)} if kind == PRENORM else {})
+        return [y, _total(terms, unit)] if kind == PRENORM else y
     return _rms_codes(o, kind, p, y, at + 1, terms)
 
 
@@ -97,32 +96,30 @@ def _rms_codes(o: Operands, kind: int, p: Operands, y: Expected, at: int, terms:
         return dynamic(o, replace(y, bound=bound), how)
     scale, offset = _flat(o.tensor(at)), _flat(o.tensor(at + 1))
     codes = coded(y.value / scale + offset, o.output(0), bound / scale.abs() + 2.0**-10, like=y)
-    if kind == NORM:
-        return {"output.0": codes}
-    return {"output.0": codes, "output.1": _total(terms, unit_of(o.output(1))) if kind == PRENORM else y}
+    more = _total(terms, unit_of(o.output(1))) if kind == PRENORM else y
+    return {"output.0": codes} if kind == NORM else {"output.0": codes, "output.1": more}
 
 
 @operator("RmsNormBackwardOperation")
-def rms_backward(o: Operands) -> Outputs:
+def rms_backward(o: Operands) -> Any:
     """(dy, x, rstd, gamma) → (dx, dgamma)"""
     dy, x, rstd, weight = (o.wide(k) for k in range(4))
-    dx, dw = rms_gradient(dy, x, weight, rstd, o.input_unit)
-    return {"output.0": dx, "output.1": dw}
+    return rms_gradient(dy, x, weight, rstd, o.input_unit)
 
 
 @operator("GatherPreRmsNormOperation")
-def gathered_rms(o: Operands) -> Outputs:
+def gathered_rms(o: Operands) -> list[Expected]:
     """(x, rows, which of them, gamma) → (norm of x + rows[which], that sum)."""
-    x, rows, at = o.wide(0), o.wide(1), o.tensor(2).long().reshape(-1)
-    if len(at) != len(x) or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(rows)):
-        raise Declined("its indices lie outside of its rows")
+    x, rows = o.wide(0), o.wide(1)
+    at = within(o.tensor(2).reshape(-1), len(rows))
+    decline_if(len(at) != len(x), "its indices are not one for each row")
     terms = [x, rows[at]]
     y = rms_normed(x + rows[at], _flat(o.tensor(3)), o.param("epsilon", 1e-5), o.input_unit, before=1)
-    return {"output.0": y, "output.1": _total(terms, unit_of(o.output(1)))}
+    return [y, _total(terms, unit_of(o.output(1)))]
 
 
 @operator("LayerNormOperation")
-def layer(o: Operands) -> Outputs:
+def layer(o: Operands) -> Any:
     kind, p = _kind(o)
     quant, unit, eps, x = p.param("quantType", 0), o.input_unit, p.param("epsilon", 1e-5), o.wide(0)
     decline_if(quant not in (0, _INT8), f"quantType {quant} is none that is known here")
@@ -139,7 +136,7 @@ def layer(o: Operands) -> Outputs:
         raise Declined(f"gamma {list(weight.shape)} does not fit an input {list(x.shape)}")
     y = layer_normed(whole, weight, bias, eps, unit, dims, before=0 if kind == NORM else 1)
     if not quant:
-        return {"output.0": y} | ({"output.1": _total(terms, unit)} if kind == PRENORM else {})
+        return [y, _total(terms, unit)] if kind == PRENORM else y
     if kind == NORM and (how := p.param("dynamicQuantType", 0)):
         return dynamic(o, replace(y, bound=y.bound + unit * y.value.abs()), how)
     scale, offset = _flat(o.tensor(at + 2)), _flat(o.tensor(at + 3))
@@ -157,22 +154,22 @@ def _distance(y: Tensor, mine: Tensor) -> float:
 
 
 @operator("CohereLayerNormOperation")
-def cohere(o: Operands) -> Outputs:
+def cohere(o: Operands) -> Expected:
     """(x [..., heads, width], gamma [heads, width])"""
     x, weight = o.wide(0), o.wide(1)
     y = layer_normed(x, None, None, o.param("epsilon", 1e-5), o.input_unit)
-    return {"output.0": replace(y.map(lambda t: t * weight.abs()), value=y.value * weight)}
+    return replace(y.map(lambda t: t * weight.abs()), value=y.value * weight)
 
 
 @operator("RopeOperation")
-def rope(o: Operands) -> Outputs:
+def rope(o: Operands) -> list[Expected]:
     """(q, k [tokens, heads * d] or [batch, tokens, heads, d], cos, sin [tokens, d], lengths)"""
     cos, sin = (o.wide(k).reshape(-1, o.tensor(k).shape[-1]) for k in (2, 3))
     d, parts = cos.shape[-1], o.param("rotaryCoeff", 4)
     if parts not in (2, 4, d) or d % parts or sin.shape != cos.shape:
         raise Declined(f"rotaryCoeff {parts} for cosines {list(cos.shape)} has no reference")
     decline_if(o.param("cosFormat", 0), "cosFormat 1 has no public definition")
-    found = {}
+    found = []
     for k in range(2):
         q = o.tensor(k)
         tokens = q.shape[:2].numel() if q.dim() == 4 else q.shape[0]
@@ -180,12 +177,12 @@ def rope(o: Operands) -> Outputs:
             raise Declined(f"cosines {list(cos.shape)} are not one row for each of {tokens} tokens")
         x = q.double().reshape(tokens, -1, d)
         y = table_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1), turn(x, parts), unit_of(q))
-        found[f"output.{k}"] = reshaped(y, o.output(k).shape)
+        found.append(reshaped(y, o.output(k).shape))
     return found
 
 
 @operator("RopeQConcatOperation")
-def rope_concat(o: Operands) -> Outputs:
+def rope_concat(o: Operands) -> Expected:
     """(q [tokens, heads * d], cos, sin [tokens, d], other [tokens, heads, n]) → turned halves with other."""
     cos, sin, other, out = o.wide(1), o.wide(2), o.wide(3), o.output()
     d, heads = cos.shape[-1], other.shape[1]
@@ -193,4 +190,4 @@ def rope_concat(o: Operands) -> Outputs:
     y = table_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1), turn(x, 2), o.input_unit)
     none = torch.zeros_like(other)
     value, noise, bound = (torch.cat(pair, 2) for pair in ((y.value, other), (y.noise, none), (y.bound, none)))
-    return {"output.0": reshaped(Expected(value, noise, bound=bound), out.shape)}
+    return reshaped(Expected(value, noise, bound=bound), out.shape)

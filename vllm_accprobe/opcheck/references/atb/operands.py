@@ -87,6 +87,10 @@ class Operands:
         """Input k in float64."""
         return self.tensor(k).double()
 
+    def counts(self, k: int) -> list[int]:
+        """Input k, integers, as a flat list."""
+        return [int(n) for n in self.tensor(k).reshape(-1)]
+
     def output(self, k: int = 0) -> Tensor:
         """What was captured as output k; raises Declined."""
         return required(self.call.outputs.get(f"output.{k}"), f"output {k} was not captured")
@@ -117,11 +121,18 @@ class Operands:
     def numbers(self, name: str, default: Sequence[float] | None = None) -> list[Any]:
         """A parameter that is a list of numbers; raises Declined."""
         found = self.param(name, list(default) if default is not None else [])
-        if not found and default is None:
-            raise Declined(f"parameter {name} was not recorded")
+        decline_if(not found and default is None, f"parameter {name} was not recorded")
         if not all(type(n) in (int, float) and _is_finite(n) for n in found) or len(found) > 1 << 16:
             raise Declined(f"parameter {name} is no list of numbers")
         return found
+
+    def integers(self, name: str, default: Sequence[int] | None = None) -> list[int]:
+        """`numbers`, as integers."""
+        return [int(n) for n in self.numbers(name, default)]
+
+    def axis(self, name: str, default: int, k: int = 0) -> int:
+        """A parameter that is a dimension of input k, counted from the front; raises Declined."""
+        return axis_of(self.param(name, default), self.tensor(k).dim())
 
     def exactly(self, count: int) -> None:
         """Raises Declined where there are more inputs than the parameters require: one of them is unknown."""
@@ -132,6 +143,13 @@ class Operands:
         """Raises Declined where ``size``, which a parameter requires, is not output 0's: a dump must not decide on
         memory."""
         decline_if(size != self.output().numel(), "its parameters do not fit the output that was captured")
+
+
+def axis_of(axis: Any, dims: int) -> int:
+    """A dimension counted from the front; raises Declined where there is none of this number."""
+    if not isinstance(axis, int) or not -dims <= axis < max(dims, 1):
+        raise Declined(f"{axis!r} is none of {dims} dimensions")
+    return axis % max(dims, 1)
 
 
 def _is_finite(value: float) -> bool:
@@ -147,15 +165,34 @@ def _only_known(param: Mapping[str, Any], depth: int = 0) -> None:
             raise Declined(f"parameter {name[:40]} is not known here")
 
 
-def operator(*names: str, by_rows: bool = False) -> Callable[[Callable[[Operands], Outputs]], Reference]:
-    """Marks a function from Operands to outputs by role (``output.0``, ``inplace.2``), for these types."""
+_REFUSALS = (RuntimeError, IndexError, ValueError, ArithmeticError)
+"""What torch raises for parameters that do not fit its tensors."""
+NO_FIT = "its parameters do not fit its inputs"
 
-    def mark(function: Callable[[Operands], Outputs]) -> Reference:
+
+def operator(*names: str, moves: bool = False, writes: int | None = None) -> Callable[[Any], Reference]:
+    """Marks a function of Operands as the reference of these types. It returns outputs by role (``output.0``,
+    ``inplace.2``), or output 0, or a list of outputs; a tensor must be equal to the bit. moves: numbers are moved by
+    torch's own operations alone, which refuse parameters that do not fit: then the call is declined. writes: the input
+    that output 0 is written over."""
+
+    refusals = _REFUSALS if moves else ()
+
+    def mark(function: Callable[[Operands], Any]) -> Reference:
         @functools.wraps(function)
         def judged(call: Call) -> Outputs:
-            return {**_unchanged(call), **function(Operands(call))}
+            try:
+                found = function(Operands(call))
+            except refusals:
+                raise Declined(NO_FIT) from None
+            if not isinstance(found, Mapping):
+                found = {f"output.{k}": y for k, y in enumerate(found if isinstance(found, (list, tuple)) else [found])}
+            found = {role: equal(y) if isinstance(y, torch.Tensor) else y for role, y in found.items()}
+            if writes is not None:
+                found[f"inplace.{writes}"] = found["output.0"]
+            return {**_unchanged(call), **found}
 
-        return reference(*names, by_rows=by_rows)(judged)
+        return reference(*names)(judged)
 
     return mark
 

@@ -29,7 +29,7 @@ _NEAR = 2.0**-18
 
 
 @operator("GatingOperation")
-def gating(o: Operands) -> Outputs:
+def gating(o: Operands) -> list[Tensor]:
     """(expert of each place, 0 .. places - 1) → (tokens, sums of counts, places, how many are valid)"""
     experts, places = o.tensor(0).reshape(-1).long(), o.tensor(1).reshape(-1).long()
     each, count, own = o.param("topkExpertNum", 1), o.param("cumSumNum", 0), sorted(o.numbers("deviceExpert", []))
@@ -37,21 +37,16 @@ def gating(o: Operands) -> Outputs:
         raise Declined("topkExpertNum or cumSumNum does not fit its inputs")
     if len(experts) and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         raise Declined("an expert is none of cumSumNum")
-    if any(not isinstance(e, int) or not 0 <= e < count for e in own):
-        raise Declined("deviceExpert holds none of cumSumNum")
+    decline_if(any(not isinstance(e, int) or not 0 <= e < count for e in own), "deviceExpert holds none of cumSumNum")
     order = torch.argsort(experts, stable=True)
-    counts = torch.bincount(experts, minlength=count)
-    if not own:
-        found = [places[order] // each, counts.cumsum(0), places[order]]
-        return {f"output.{k}": equal(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
-    mine = torch.isin(experts[order], torch.tensor(own))
-    kept = places[order][mine]
-    padded = torch.zeros_like(places)
-    padded[: len(kept)] = kept
-    tokens = torch.zeros_like(places)
-    tokens[: len(kept)] = kept // each
-    found = [tokens, counts[torch.tensor(own)].cumsum(0), padded, torch.tensor([len(kept)])]
-    return {f"output.{k}": equal(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+    kept, counts = places[order], torch.bincount(experts, minlength=count)
+    valid = []
+    if own:
+        kept, counts = kept[torch.isin(experts[order], torch.tensor(own))], counts[torch.tensor(own)]
+        valid = [torch.tensor([len(kept)])]
+    padded = [torch.cat((t, t.new_zeros(len(places) - len(kept)))) for t in (kept // each, kept)]
+    found = [padded[0], counts.cumsum(0), padded[1], *valid]
+    return [t.reshape(o.output(k).shape) for k, t in enumerate(found)]
 
 
 def _left_out(x: Tensor, groups: int, keep: int, n: int) -> tuple[Tensor, Tensor]:
@@ -68,20 +63,18 @@ def _left_out(x: Tensor, groups: int, keep: int, n: int) -> tuple[Tensor, Tensor
     return out.repeat_interleave(x.shape[-1] // groups, 1), clear
 
 
-@operator("GroupTopkOperation")
-def group_topk(o: Operands) -> Outputs:
+@operator("GroupTopkOperation", writes=0)
+def group_topk(o: Operands) -> Expected:
     """(x, numbers), x in place."""
     x = o.tensor(0)
     n = o.param("n", 1) if o.param("groupMultiFlag", 0) else 1
     out, clear = _left_out(x.double(), o.param("groupNum", 1), o.param("k", 0), n)
-    y = equal(x.masked_fill(out, 0.0))
-    if not bool(clear.all()):
-        y = Expected(y.value, unit=0.0, rows=clear, reason=_TIED)
-    return dict.fromkeys(("inplace.0", "output.0"), y)
+    rows, why = (None, "") if bool(clear.all()) else (clear, _TIED)
+    return equal(x.masked_fill(out, 0.0), rows=rows, reason=why)
 
 
 @operator("FusedAddTopkDivOperation")
-def fused_topk(o: Operands) -> Outputs:
+def fused_topk(o: Operands) -> list[Expected]:
     """(x, bias, copies of each expert, where they are) → (weights, experts)"""
     x, k = torch.sigmoid(o.wide(0)), o.param("k", 0)
     decline_if(o.param("activationType", 8) != 8, "an activation that is no SIGMOID has no reference")
@@ -102,10 +95,8 @@ def fused_topk(o: Operands) -> Outputs:
         turn = torch.arange(len(x)).unsqueeze(1) % copies[experts].clamp(min=1)
         experts = where[experts, turn]
     rows, why = (None, "") if bool(clear.all()) else (clear, _TIED)
-    return {
-        "output.0": Expected(y, 2.0**-22 * y, bound=2.0 * APPROXIMATE * y.abs(), rows=rows, reason=why),
-        "output.1": Expected(experts.long(), unit=0.0, rows=rows, reason=why),
-    }
+    weights = Expected(y, 2.0**-22 * y, bound=2.0 * APPROXIMATE * y.abs(), rows=rows, reason=why)
+    return [weights, equal(experts, rows=rows, reason=why)]
 
 
 SINGLE, MULTINOMIAL, EXPONENTIAL = 0, 1, 2
@@ -121,8 +112,7 @@ def _sorted(o: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _column(t: Tensor, rows: int) -> Tensor:
-    if t.numel() not in (1, rows):
-        raise Declined(f"{t.numel()} limits for {rows} rows")
+    decline_if(t.numel() not in (1, rows), f"{t.numel()} limits for {rows} rows")
     return t.reshape(-1, 1).expand(rows, 1)
 
 

@@ -131,7 +131,7 @@ def backward(schema: str, forward: Any, up: str, inputs: Sequence[str], *more: s
     def gradient(g: FusedArguments) -> dict[str, Expected]:
         return derived(g, forward, names, up, inputs)
 
-    gradient.__module__, gradient.__name__ = forward.__module__, parsed(schema)[0]
+    gradient.__module__ = forward.__module__
     return fused(schema, *more, differentiable=False)(gradient)
 
 
@@ -146,6 +146,7 @@ def fused(schema: str, *more: str, differentiable: bool = True) -> Callable[[Fus
         def exact(call: Call) -> Expected | Mapping[str, Expected]:
             return function(FusedArguments(parameters, call))
 
+        exact.__name__ = name
         exact.parameters = parameters  # type: ignore[attr-defined]
         exact.in_dtype = lambda call, dtype: function(FusedArguments(parameters, call, dtype))  # type: ignore[attr-defined]
         setattr(exact, DIFFERENTIABLE, differentiable)

@@ -73,18 +73,15 @@ class AttentionMasks:
         return mask[sample if mask.shape[0] > 1 else 0]
 
     def _ruled(self, sample: int, i: Any, j: Any, sq: int, skv: int) -> Any:
-        shift, mode = skv - sq, self.mode
-        if (mode, sample) in ((7, self.samples - 1), (8, 0)):
-            mode = 4
-        if mode in (2, 8):
-            return j > i
-        if mode in (3, 7):
-            return j > i + shift
+        mode = 4 if (self.mode, sample) in ((7, self.samples - 1), (8, 0)) else self.mode
+        last = i if mode in (2, 8) else i + skv - sq
         if mode == 4:
-            return (j > i + shift + self.after) | (j < i + shift - self.before)
+            return (j > last + self.after) | (j < last - self.before)
+        if mode != 6:
+            return j > last
         if self.prefix is None or sample >= len(self.prefix):
             raise Declined("sparse_mode 6 without a prefix for each sample")
-        return (j > i + shift) & (j >= self.prefix[sample])
+        return (j > last) & (j >= self.prefix[sample])
 
 
 def masks_of(g: FusedArguments, names: tuple[str, str], varlen: bool, samples: int) -> AttentionMasks:
@@ -104,8 +101,8 @@ def masks_of(g: FusedArguments, names: tuple[str, str], varlen: bool, samples: i
     return AttentionMasks(mode, mask, none, before, after, g.integers("prefix"), varlen, samples)
 
 
-LAYOUTS = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3), "TND": (1, 0, 2)}
-"""Which dimensions, once H is cut into N and D, make [B, N, S, D]; of TND [N, T, D]."""
+LAYOUTS = {"BSH": (0, 1, 2, 3), "SBH": (1, 0, 2, 3), "BSND": (0, 1, 2, 3), "BNSD": (0, 2, 1, 3), "TND": (0, 1, 2)}
+"""Which dimensions, once H is cut into N and D, make [B, S, N, D], and backwards; of TND [T, N, D]."""
 _JOINED = ("BSH", "SBH")
 
 
@@ -113,14 +110,6 @@ Runs = list[tuple[int, int]]
 """Of each sample of TND, its first row and the one past its last."""
 SampleLengths = tuple[Runs, Runs]
 """Of queries and of keys."""
-
-
-def lengths_of(g: FusedArguments, rows: int, keys: int) -> SampleLengths:
-    """Raises Declined."""
-    queries, others = g.integers("actual_seq_qlen"), g.integers("actual_seq_kvlen")
-    if queries is None or others is None or len(queries) != len(others):
-        raise Declined("a TND call without the lengths of its samples")
-    return _runs(queries, rows), _runs(others, keys)
 
 
 def _runs(ends: Sequence[int], total: int) -> Runs:
@@ -133,8 +122,8 @@ def _runs(ends: Sequence[int], total: int) -> Runs:
     return [*zip(starts, live, strict=True)]
 
 
-def by_head(x: Any, layout: str, heads: int) -> Any:
-    """[B, N, S, D], or of TND [N, T, D]. Raises Declined."""
+def by_token(x: Any, layout: str, heads: int) -> Any:
+    """[B, S, N, D], or of TND [T, N, D]. Raises Declined."""
     joined = layout in _JOINED
     if layout not in LAYOUTS or x.dim() + joined != len(LAYOUTS[layout]):
         raise Declined(f"a tensor {list(x.shape)} in layout {layout!r}")
@@ -143,15 +132,11 @@ def by_head(x: Any, layout: str, heads: int) -> Any:
 
 
 def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths | None) -> Any:
-    """[N, S, D] of each sample in the layout of the output; rows of TND that no sample has are 0."""
+    """[S, N, D] of each sample in the layout of the output; rows of TND that no sample has are 0."""
     if lengths is not None:
-        whole = [s.transpose(0, 1) for s in samples]
-        missing = rows - sum(len(s) for s in whole)
-        if missing:
-            whole.append(whole[0].new_zeros(missing, *whole[0].shape[1:]))
-        return torch.cat(whole)
-    order = LAYOUTS[layout]
-    x = torch.stack(list(samples)).permute([order.index(k) for k in range(len(order))])
+        missing = rows - sum(len(s) for s in samples)
+        return torch.cat([*samples, samples[0].new_zeros(missing, *samples[0].shape[1:])])
+    x = torch.stack(list(samples)).permute(LAYOUTS[layout])
     return x.flatten(2) if layout in _JOINED else x
 
 
@@ -180,7 +165,7 @@ _WIDE_2 = ", ".join(f"{n}=2147483647" for n in _TOKENS_2)
 
 @dataclass(frozen=True)
 class _Sample:
-    """One sample: q [N, Sq, D], k, v [Nk, Skv, ...]; added to scores, masked: [1 or N, Sq, Skv] or None; sink: [N]."""
+    """One sample: q [Sq, N, D], k, v [Skv, Nk, ...]; added to scores, masked: [1 or N, Sq, Skv] or None; sink: [N]."""
 
     q: Any
     k: Any
@@ -191,94 +176,78 @@ class _Sample:
     sink: Any | None
 
     def attended(self, unit: float, mine: Any | None) -> tuple[Any, Any]:
-        """(output, noise) [N, Sq, Dv], no noise for gradients. mine: what was captured of it. Raises Declined."""
-        heads, sq = self.q.shape[:2]
-        if not sq or not self.k.shape[1]:
-            return (self.v.new_zeros(heads, sq, self.v.shape[-1]),) * 2
+        """(output, noise) [Sq, N, Dv], no noise for gradients. mine: what was captured of it. Raises Declined."""
+        n, heads = self.q.shape[:2]
+        if not n or not len(self.k):
+            return (self.v.new_zeros(n, heads, self.v.shape[-1]),) * 2
         y, noise = self._attend(unit, self.masked)
         if self.masked is None or self.sink is not None:
             return y, noise
-        blind = self.masked.all(-1, keepdim=True)
+        blind = self.masked.all(-1).T.unsqueeze(-1)
         if not bool(blind.any()):
             return y, noise
         decline_if(y.requires_grad, "a query that sees no key: its gradient is not in the documents")
         if mine is not None:
-            every = self.v.mean(1, keepdim=True).repeat_interleave(heads // len(self.v), 0).expand_as(y)
+            every = self.v.mean(0, keepdim=True).repeat_interleave(heads // self.v.shape[1], 1).expand_as(y)
             choices = torch.stack((torch.zeros_like(y), every, self._attend(unit, None)[0]))
             nearest = (choices - mine).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
             y = torch.where(blind, choices.gather(0, nearest.expand(1, *y.shape)).squeeze(0), y)
         return y, noise
 
     def _attend(self, unit: float, hidden: Any | None) -> tuple[Any, Any]:
-        q, k, v = (t.transpose(0, 1) for t in (self.q, self.k, self.v))
-        y, noise, _ = attend(q, k, v, self.scale, step=unit, hidden=hidden, added=self.added, sinks=self.sink)
-        return y.transpose(0, 1), noise.transpose(0, 1)
+        more: Any = {"hidden": hidden, "added": self.added, "sinks": self.sink}
+        return attend(self.q, self.k, self.v, self.scale, step=unit, **more)[:2]
 
-    def sums(self) -> tuple[Any, Any]:
-        """Largest scores, and sums of exponentials, [N, Sq, 1]."""
-        heads, sq = self.q.shape[:2]
-        if not sq or not self.k.shape[1]:
-            return (self.q.new_zeros(heads, sq, 1),) * 2
-        q, k = (t.detach().transpose(0, 1) for t in (self.q, self.k))
+    def sums(self) -> list[Any]:
+        """Largest scores, and sums of exponentials, [Sq, N, 1]."""
+        if not len(self.q) or not len(self.k):
+            return [self.q.new_zeros(*self.q.shape[:2], 1)] * 2
         added = None if self.added is None else self.added.detach()
-        largest, total, _ = score_sums(q, k, self.scale, hidden=self.masked, added=added, sinks=self.sink)
-        return largest.unsqueeze(-1), total.unsqueeze(-1)
+        q, k = self.q.detach(), self.k.detach()
+        found = score_sums(q, k, self.scale, hidden=self.masked, added=added, sinks=self.sink)
+        return [t.T.unsqueeze(-1) for t in found[:2]]
 
 
 def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False) -> dict[str, Expected]:
     layout, heads = str(g["input_layout"]), int(g.number("head_num"))
     query, key, value = (g.tensor(n) for n in ("query", "key", "value"))
     of_keys = heads_of_keys(query, key, layout, heads)
-    q, k, v = (by_head(t, layout, n) for t, n in ((query, heads), (key, of_keys), (value, of_keys)))
+    q, k, v = (by_token(t, layout, n) for t, n in ((query, heads), (key, of_keys), (value, of_keys)))
     if second and g["query_rope"] is not None:
-        q = torch.cat((q, by_head(g.tensor("query_rope"), layout, heads)), -1)
-        k = torch.cat((k, by_head(g.tensor("key_rope"), layout, of_keys)), -1)
-    if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1] or q.shape[-3] != heads:
+        q = torch.cat((q, by_token(g.tensor("query_rope"), layout, heads)), -1)
+        k = torch.cat((k, by_token(g.tensor("key_rope"), layout, of_keys)), -1)
+    if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1] or q.shape[-2] != heads:
         raise Declined("its query, key and value do not fit one another")
     decline_if(g["padding_mask"] is not None, "padding_mask is not in the documents")
     kind = int(g.number("pse_type")) if second else 1
     decline_if(g["pse"] is not None and kind not in (0, 1), f"pse_type {kind} makes its own positions")
-    varlen = layout == "TND"
-    lengths = lengths_of(g, q.shape[1], k.shape[1]) if varlen else None
+    varlen, lengths = layout == "TND", None
+    if varlen:
+        queries, others = g.integers("actual_seq_qlen"), g.integers("actual_seq_kvlen")
+        if queries is None or others is None or len(queries) != len(others):
+            raise Declined("a TND call without the lengths of its samples")
+        lengths = _runs(queries, len(q)), _runs(others, len(k))
     count = len(q) if lengths is None else len(lengths[0])
     masks = masks_of(g, tokens, varlen, count)
-    sink, dropped = g.maybe("sink"), g.number("keep_prob") < 1.0
-    mine = _captured(g, layout, heads)
-    found = []
+    sink, dropped, scale, mine = g.maybe("sink"), g.number("keep_prob") < 1.0, g.number("scale"), g.output(0)
+    try:
+        mine = None if mine is None else by_token(mine, layout, heads)
+    except Declined:
+        mine = None
+    found, parts = [], []
     for b in range(count):
-        one = _tensors(q, k, v, lengths, b)
-        sizes = one[0].shape[1], one[1].shape[1]
-        added = _pse(g, b, heads, *sizes, varlen)
-        added = added if added is None or kind != 1 else added * g.number("scale")
-        masked = masks.of(b, *sizes)
-        found.append(_Sample(*one, g.number("scale"), added, None if masked is None else masked.to(q.device), sink))
-    if lengths is not None and mine is not None:
-        theirs = [mine[:, slice(*rows)] for rows in lengths[0]]
-    else:
-        theirs = [None] * count if mine is None else [*mine]
-    parts = [s.attended(g.unit("query"), t) for s, t in zip(found, theirs, strict=True)]
-    rows = q.shape[-2]
-    y, noise = (back([p[n] for p in parts], layout, rows, lengths) for n in (0, 1))
+        rows, keys = (b, b) if lengths is None else (slice(*side[b]) for side in lengths)
+        one = q[rows], k[keys], v[keys]
+        sizes = len(one[0]), len(one[1])
+        added, masked = _pse(g, b, heads, *sizes, varlen), masks.of(b, *sizes)
+        added = added if added is None or kind != 1 else added * scale
+        found.append(_Sample(*one, scale, added, None if masked is None else masked.to(q.device), sink))
+        parts.append(found[-1].attended(g.unit("query"), None if mine is None else mine[rows]))
+    y, noise = (back([p[n] for p in parts], layout, q.shape[-3], lengths) for n in (0, 1))
     drop = f"{RANDOM}: keep_prob {g.number('keep_prob'):g}" if dropped else ""
     decline_if(dropped and y.requires_grad, drop)
     expected = {"output.0": Expected(y, noise, groups=1, only_measured=drop)}
     return expected | _statistics(g, q, k, found, lengths, sink)
-
-
-def _tensors(q: Any, k: Any, v: Any, lengths: SampleLengths | None, b: int) -> tuple[Any, Any, Any]:
-    if lengths is None:
-        return q[b], k[b], v[b]
-    rows, keys = (slice(*side[b]) for side in lengths)
-    return q[:, rows], k[:, keys], v[:, keys]
-
-
-def _captured(g: FusedArguments, layout: str, heads: int) -> Any | None:
-    """What was captured of the output, by head; None where nothing that fits was."""
-    out = g.output(0)
-    try:
-        return None if out is None else by_head(out, layout, heads)
-    except Declined:
-        return None
 
 
 def _pse(g: FusedArguments, sample: int, heads: int, sq: int, skv: int, varlen: bool) -> Any | None:
@@ -298,7 +267,7 @@ def _statistics(
     With a sink the documents do not say whether it counts."""
     if sink is not None or (lengths is not None and g["softmax_layout"] != "TND"):
         return {}
-    unit, scale, rows = g.unit("query"), abs(g.number("scale")), q.shape[-2]
+    unit, scale, rows = g.unit("query"), abs(g.number("scale")), q.shape[-3]
     size = SUM * q.shape[-1] ** 0.5 * scale * q.detach().norm(dim=-1).amax() * k.detach().norm(dim=-1).amax()
     found, expected = [s.sums() for s in samples], {}
     blind = back([total == 0 for _, total in found], "BNSD", rows, lengths)

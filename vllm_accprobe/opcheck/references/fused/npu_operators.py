@@ -46,40 +46,32 @@ from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, subnormal, sum_of_two, within_float32
 
 
+def _by_place(*outputs: Expected) -> dict[str, Expected]:
+    return {f"output.{k}": y for k, y in enumerate(outputs)}
+
+
 def _gelu_of(g: FusedArguments) -> Callable[[Any], Any]:
     kind = g["approximate"]
     decline_if(kind not in ("none", "tanh"), f"approximate {kind!r} is unknown")
     return gelu_tanh if kind == "tanh" else gelu
 
 
-@fused("npu_swiglu(self/input/x, dim=-1)")
-def npu_swiglu(g: FusedArguments) -> Expected:
-    return gated_along(g.tensor("self"), int(g.number("dim")), silu, g.unit("self"))
+def _alone(f: Callable[[Any], Any]) -> Callable[[FusedArguments], Expected]:
+    return lambda g: alone(g.tensor("self"), f, g.unit("self"))
 
 
-@fused("npu_fast_gelu(self/input/input0/x)", "fast_gelu")
-def npu_fast_gelu(g: FusedArguments) -> Expected:
-    return alone(g.tensor("self"), quick_gelu, g.unit("self"))
-
-
-@fused("npu_mish(self/input)")
-def npu_mish(g: FusedArguments) -> Expected:
-    return alone(g.tensor("self"), mish, g.unit("self"))
-
-
-@fused("npu_silu(self/input)", "npu_silu_")
-def npu_silu(g: FusedArguments) -> dict[str, Expected]:
-    return dict.fromkeys(("output.0", "inplace.input.0"), alone(g.tensor("self"), silu, g.unit("self")))
-
-
-@fused("npu_gelu(self/x/input, approximate='none')")
-def npu_gelu(g: FusedArguments) -> Expected:
-    return alone(g.tensor("self"), _gelu_of(g), g.unit("self"))
-
-
-@fused("npu_gelu_mul(input/self, approximate='none')")
-def npu_gelu_mul(g: FusedArguments) -> Expected:
-    return gated(g.tensor("input"), _gelu_of(g), g.unit("input"))
+npu_swiglu = fused("npu_swiglu(self/input/x, dim=-1)")(
+    lambda g: gated_along(g.tensor("self"), int(g.number("dim")), silu, g.unit("self"))
+)
+npu_fast_gelu = fused("npu_fast_gelu(self/input/input0/x)", "fast_gelu")(_alone(quick_gelu))
+npu_mish = fused("npu_mish(self/input)")(_alone(mish))
+npu_silu = fused("npu_silu(self/input)", "npu_silu_")(
+    lambda g: dict.fromkeys(("output.0", "inplace.input.0"), _alone(silu)(g))
+)
+npu_gelu = fused("npu_gelu(self/x/input, approximate='none')")(lambda g: _alone(_gelu_of(g))(g))
+npu_gelu_mul = fused("npu_gelu_mul(input/self, approximate='none')")(
+    lambda g: gated(g.tensor("input"), _gelu_of(g), g.unit("input"))
+)
 
 
 @fused("npu_geglu(self/input/x, dim=-1, approximate=1, activate_left=False)")
@@ -88,7 +80,7 @@ def npu_geglu(g: FusedArguments) -> dict[str, Expected]:
     x, dim, unit = g.tensor("self"), int(g.number("dim")), g.unit("self")
     f, left = (gelu_tanh if g.number("approximate") else gelu), bool(g["activate_left"])
     y = gated_along(x, dim, f, unit, gate_first=left)
-    return {"output.0": y, "output.1": alone(x.chunk(2, dim)[0 if left else 1], f, unit)}
+    return _by_place(y, alone(x.chunk(2, dim)[0 if left else 1], f, unit))
 
 
 npu_swiglu_backward = backward(
@@ -99,20 +91,24 @@ npu_mish_backward = backward("npu_mish_backward(grad, self/input)", npu_mish, "g
 npu_gelu_backward = backward(
     "npu_gelu_backward(grad_output, self, approximate='none')", npu_gelu, "grad_output", ("self",)
 )
-_EXACT = 0.0
-"""Of `Expected.unit`: nothing is rounded."""
 
 
 def _moved(g: FusedArguments, name: str) -> tuple[Any, list[int], list[int]]:
-    x = g.stored(name)
+    x = _stored(g, name)
     perm, shape = g.integers("perm") or [], g.integers("shape") or []
     if math.prod(shape) != x.numel() or sorted(perm) != list(range(len(perm))):
         raise Declined(f"perm {perm} and shape {shape} do not fit an input {list(x.shape)}")
-    return x.to(g.dtype) if x.is_floating_point() else x, perm, shape
+    return x, perm, shape
+
+
+def _stored(g: FusedArguments, name: str) -> Any:
+    x = g.stored(name)
+    return x.to(g.dtype) if x.is_floating_point() else x
 
 
 def _as_it_is(value: Any) -> Expected:
-    return Expected(value, unit=_EXACT) if value.is_floating_point() else Expected(value)
+    """Nothing is rounded. The value stays in its dtype, and differentiable."""
+    return Expected(value, unit=0.0) if value.is_floating_point() else Expected(value)
 
 
 @fused("npu_confusion_transpose(self/data, perm, shape, transpose_first)")
@@ -127,16 +123,14 @@ def npu_confusion_transpose_backward(g: FusedArguments) -> Expected:
     """shape: with transpose_first the input's, else what it was reshaped to [msprobe's benchmark function]."""
     up, perm, shape = _moved(g, "grad")
     decline_if(len(perm) != len(shape), f"perm {perm} does not fit shape {shape}")
-    back = [perm.index(k) for k in range(len(perm))]
-    moved = [shape[p] for p in perm]
-    return _as_it_is(up.reshape(moved).permute(back))
+    moved = up.reshape([shape[p] for p in perm])
+    return _as_it_is(moved.permute([perm.index(k) for k in range(len(perm))]))
 
 
 @fused("npu_sort_v2(self/x, dim=-1, descending=False, out=None)")
 def npu_sort_v2(g: FusedArguments) -> dict[str, Expected]:
-    x = g.stored("self")
-    values = torch.sort(x.to(g.dtype) if x.is_floating_point() else x, int(g.number("dim")), bool(g["descending"]))[0]
-    return {"output.0": _as_it_is(values), "inplace.input.out": _as_it_is(values)}
+    values = torch.sort(_stored(g, "self"), int(g.number("dim")), bool(g["descending"]))[0]
+    return dict.fromkeys(("output.0", "inplace.input.out"), _as_it_is(values))
 
 
 @fused("npu_dtype_cast(self/input, dtype, input_dtype=None)", "_npu_dtype_cast")
@@ -144,12 +138,11 @@ def npu_dtype_cast(g: FusedArguments) -> Expected:
     """The captured output says which dtype; an operator's integer code does not."""
     x, out = g.stored("self"), g.output(0)
     dtype = g.call.outputs["output.0"].dtype if out is not None else g["dtype"]
-    if not isinstance(dtype, torch.dtype):
-        raise Declined("its dtype was not captured")
+    decline_if(not isinstance(dtype, torch.dtype), "its dtype was not captured")
     if not x.is_floating_point() or not dtype.is_floating_point:
-        return Expected(x.to(dtype).to(g.dtype) if dtype.is_floating_point else x.to(dtype), unit=_EXACT)
+        return Expected(x.to(dtype).to(g.dtype) if dtype.is_floating_point else x.to(dtype), unit=0.0)
     wide = x.to(g.dtype)
-    return Expected(wide + (wide.to(dtype).to(g.dtype) - wide).detach(), unit=_EXACT)
+    return Expected(wide + (wide.to(dtype).to(g.dtype) - wide).detach(), unit=0.0)
 
 
 @fused("npu_linear(input/x, weight, bias=None)")
@@ -168,27 +161,25 @@ def npu_linear_backward(g: FusedArguments) -> dict[str, Expected]:
     if rows.shape[1] != weight.shape[0] or flat.shape[1] != weight.shape[1]:
         raise Declined("its gradient does not fit its input and weight")
     dx = product(up, weight.T)
-    return {"output.0": replace(dx, value=dx.value.reshape(x.shape)), "output.1": product(rows.T, flat.T)}
+    return _by_place(replace(dx, value=dx.value.reshape(x.shape)), product(rows.T, flat.T))
 
 
 @fused("npu_rms_norm(self/input/x, gamma/weight, epsilon/eps=1e-06)")
 def npu_rms_norm(g: FusedArguments) -> dict[str, Expected]:
-    y, root = rms_and_root(g.tensor("self"), g.tensor("gamma"), g.number("epsilon"), g.unit("self"))
-    return {"output.0": y, "output.1": root}
+    return _by_place(*rms_and_root(g.tensor("self"), g.tensor("gamma"), g.number("epsilon"), g.unit("self")))
 
 
 @fused("npu_add_rms_norm(x1, x2, gamma, epsilon=1e-06)")
 def npu_add_rms_norm(g: FusedArguments) -> dict[str, Expected]:
     total, unit = g.tensor("x1") + g.tensor("x2"), g.unit("x1")
-    y, root = rms_and_root(total, g.tensor("gamma"), g.number("epsilon"), unit, before=1)
-    return {"output.0": y, "output.1": root, "output.2": sum_of_two(total, unit)}
+    normed = rms_and_root(total, g.tensor("gamma"), g.number("epsilon"), unit, before=1)
+    return _by_place(*normed, sum_of_two(total, unit))
 
 
 @fused("npu_rms_norm_backward(dy, self/x, gamma, rstd)")
 def npu_rms_norm_backward(g: FusedArguments) -> dict[str, Expected]:
     up, x, weight, rstd = (g.tensor(n) for n in ("dy", "self", "gamma", "rstd"))
-    dx, dw = rms_gradient(up, x, weight, rstd, g.unit("dy", "self"))
-    return {"output.0": dx, "output.1": dw}
+    return _by_place(*rms_gradient(up, x, weight, rstd, g.unit("dy", "self")))
 
 
 def _moments(x: Any, eps: float) -> tuple[Expected, Expected]:
@@ -218,7 +209,7 @@ def npu_deep_norm(g: FusedArguments) -> dict[str, Expected]:
     total = g.number("alpha") * x + g.tensor("gx")
     m, r = (reshaped(y, kept_shape(x, weight)) for y in _moments(flat_last(total, weight), eps))
     y = layer_normed(total, weight, g.tensor("beta"), eps, g.unit("x"), weight.dim(), before=1)
-    return {"output.0": m, "output.1": r, "output.2": y}
+    return _by_place(m, r, y)
 
 
 @fused("npu_group_norm_silu(input/x/self, weight, bias, group/num_groups, eps=1e-05)")
@@ -232,7 +223,7 @@ def npu_group_norm_silu(g: FusedArguments) -> dict[str, Expected]:
     out = replace(z, value=y, noise=combined(slope * z.noise, ROUNDED * unit * y.abs()), bound=None)
     # they have the input's dtype, which a kernel may round to
     m, r = (reshaped(y, y.value.shape[:-1]) for y in _moments(x.reshape(x.shape[0], groups, -1), eps))
-    return {"output.0": out, "output.1": m, "output.2": r}
+    return _by_place(out, m, r)
 
 
 _NAMES = ("var", "m", "v")
@@ -406,8 +397,7 @@ def _class_weights(g: FusedArguments, logits: Any, target: Any) -> tuple[Any, An
 def _check_loss(g: FusedArguments, logits: Any, target: Any) -> None:
     if logits.dim() != 2 or tuple(target.shape) != (len(logits),):
         raise Declined("its logits and targets have an unknown form")
-    if g["reduction"] not in ("mean", "sum", "none"):
-        raise Declined(f"reduction {g['reduction']!r} is unknown")
+    decline_if(g["reduction"] not in ("mean", "sum", "none"), f"reduction {g['reduction']!r} is unknown")
     decline_if(g.number("lse_square_scale_for_zloss"), "its z loss is not in the documents")
 
 
@@ -431,7 +421,7 @@ def npu_cross_entropy_loss(g: FusedArguments) -> dict[str, Expected]:
         each, noise = (each.sum() / total).reshape(1), (noise.sum() / total).reshape(1)
     # a loss may be summed from log-probabilities that were rounded
     noise = combined(noise, g.unit("input") * each.detach().abs())
-    return {"output.0": Expected(each, noise), "output.1": Expected(log_p, size.unsqueeze(1).expand_as(log_p))}
+    return _by_place(Expected(each, noise), Expected(log_p, size.unsqueeze(1).expand_as(log_p)))
 
 
 @fused(
@@ -488,9 +478,7 @@ def _routed(g: FusedArguments, renorm: bool) -> tuple[Any, Any, Any, Any, int]:
 def _weights(y: Any, rows: Any) -> Expected:
     """Rows that are finished take no part, and what stands there is not in the document."""
     known = rows if rows.dim() == 1 else rows.all(-1)
-    if bool(known.all()):
-        return Expected(y, _EXP * y)
-    return Expected(y, _EXP * y, rows=known, reason="rows that are finished")
+    return Expected(y, _EXP * y, **({} if bool(known.all()) else {"rows": known, "reason": "rows that are finished"}))
 
 
 @fused("npu_moe_gating_top_k_softmax(x, finished/finished_optional=None, k=1)")
@@ -498,11 +486,11 @@ def npu_moe_gating_top_k_softmax(g: FusedArguments) -> dict[str, Expected]:
     y, chosen, rows, _, k = _routed(g, renorm=False)
     n = rows.numel()
     numbers = torch.arange(n * k).reshape(k, n).T.reshape(chosen.shape)
-    return {"output.0": _weights(y, rows), "output.1": Expected(chosen), "output.2": Expected(numbers)}
+    return _by_place(_weights(y, rows), Expected(chosen), Expected(numbers))
 
 
 @fused("npu_moe_gating_top_k_softmax_v2(x, k=1, finished=None, renorm=0, output_softmax=False)")
 def npu_moe_gating_top_k_softmax_v2(g: FusedArguments) -> dict[str, Expected]:
     y, chosen, rows, p, _ = _routed(g, renorm=bool(g["renorm"]))
-    found = {"output.0": _weights(y, rows), "output.1": Expected(chosen)}
-    return found | ({"output.2": Expected(p, _EXP * p)} if g["output_softmax"] and not g["renorm"] else {})
+    whole = [Expected(p, _EXP * p)] if g["output_softmax"] and not g["renorm"] else []
+    return _by_place(_weights(y, rows), Expected(chosen), *whole)
