@@ -41,10 +41,11 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(report, indent=1))
         return
-    print("width  golden    mine       kernel   np.sum   ratio  goal   with elements   numpy, float64")
+    print("width  golden    mine       kernel   np.sum   ratio  goal   elements too   numpy, float64")
     for r in report:
         print(f"{r['width']:5}  {r['golden']:8}  {r['mine']:8} {r['kernel']:6.2f}   {r['sum']:6.1f}   "
-              f"{r['ratio']:.3f}  {r['goal']:.2f}   {r['with_elements']:.3f}           {r['oracle']:.2f} GB/s")  # fmt: skip
+              f"{r['ratio']:.3f}  {r['goal']:.2f}   "
+              f"{r['with_elements']:.3f}          {r['oracle']:.2f} GB/s")  # fmt: skip
 
 
 def store(values: np.ndarray, dtype: str) -> np.ndarray:

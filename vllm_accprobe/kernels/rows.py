@@ -254,7 +254,8 @@ def _peak(
         with np.errstate(invalid="ignore"):
             g, m = (widen(bits[here], dtype).astype(np.float64) for bits, dtype in sides)
         finite = np.isfinite(g) & np.isfinite(m)
-        g, m = g[finite], m[finite]
+        if not finite.all():
+            g, m = g[finite], m[finite]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             d = np.abs(m - g)
             seen = np.where(d == 0, 0.0, d / np.maximum(np.abs(g), rms))

@@ -30,6 +30,8 @@ _DIGITS = 16
 """Bits of a count: three of them fit into a word, so that all sums fit into the processor's registers. Counts go up to
 BLOCK."""
 _SUMS = ("contract", "nsz", "reassoc")
+_IN_ORDER = ("contract", "nsz")
+"""The same sums, to the bit, however many vectors are taken at a time."""
 _WORD, _ONE = ir.IntType(64), ir.DoubleType()
 _WIDE, _NARROW = ir.VectorType(_ONE, LANES), ir.VectorType(ir.FloatType(), LANES)
 _COUNTS = ir.VectorType(_WORD, LANES)
@@ -184,8 +186,8 @@ def _sums(
             known, kept = builder.select(some, ratio, _INFINITE), builder.select(some, ratio, _ZERO)
         for value, array in ((d, q), (known, rel)):
             builder.store(value, builder.bitcast(builder.gep(array, [at]), _WIDE.as_pointer()), align=8)
-        products = [builder.fmul(*pair, flags=_SUMS) for pair in ((x, x), (y, y), (x, y), (d, d))]
-        new = [builder.fadd(s, v, flags=_SUMS) for s, v in zip(sums[:5], (*products, d), strict=True)]
+        products = [builder.fmul(*pair, flags=_IN_ORDER) for pair in ((x, x), (y, y), (x, y), (d, d))]
+        new = [builder.fadd(s, v, flags=_IN_ORDER) for s, v in zip(sums[:5], (*products, d), strict=True)]
         new += [_call(builder, "maxnum", s, v) for s, v in zip(sums[5:7], (d, kept), strict=True)]
         return new + (_elements(builder, a, d, ratio, eps, sums[7:], all_seen) if elements else [])
 
@@ -220,7 +222,7 @@ def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence
     """The sums behind definition.ELEMENT_FIELDS with one vector more: two of three counts each (_DIGITS), then sums
     and maxima of ratio and d. a: |g|; d: |d|; ratio: d / a."""
     bound = builder.fadd(a, eps)
-    close = builder.fadd(builder.fmul(a, _all(1e-5), flags=_SUMS), _all(1e-8), flags=_SUMS)
+    close = builder.fadd(builder.fmul(a, _all(1e-5), flags=_IN_ORDER), _all(1e-8), flags=_IN_ORDER)
     within = [builder.fcmp_ordered("<", d, builder.fmul(bound, _all(share))) for share in (1e-2, 1e-3, 1e-4)]
     within += [builder.fcmp_ordered("<=", d, close), builder.fcmp_ordered(">", d, _all(1e-3))]
     within.append(builder.fcmp_ordered(">", d, _ZERO))
@@ -229,11 +231,11 @@ def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence
         one = ir.Constant(_COUNTS, [1 << _DIGITS * (i % 3)] * LANES)
         new[i // 3] = builder.add(new[i // 3], builder.select(h, one, _NONE))
     if all_seen:
-        return [*new, builder.fadd(sums[2], ratio, flags=_SUMS)]
+        return [*new, builder.fadd(sums[2], ratio, flags=_IN_ORDER)]
     seen = builder.fcmp_ordered(">", a, _all(2.0**-23))
     for i, value in enumerate((ratio, d)):
         kept = builder.select(seen, value, _ZERO)
-        new += [builder.fadd(sums[2 + 2 * i], kept, flags=_SUMS), _call(builder, "maxnum", sums[3 + 2 * i], kept)]
+        new += [builder.fadd(sums[2 + 2 * i], kept, flags=_IN_ORDER), _call(builder, "maxnum", sums[3 + 2 * i], kept)]
     return new
 
 
@@ -295,7 +297,7 @@ def _fold(builder: Any, vector: Any, *, largest: bool) -> Any:
         if vector.type.element == _WORD:
             vector = builder.add(low, high)
         else:
-            vector = _call(builder, "maxnum", low, high) if largest else builder.fadd(low, high, flags=_SUMS)
+            vector = _call(builder, "maxnum", low, high) if largest else builder.fadd(low, high, flags=_IN_ORDER)
     return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
 
