@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.kernels import definition, rows
+from vllm_accprobe.kernels import definition, native, rows
 
-pytest.importorskip("llvmlite")
+binding = pytest.importorskip("llvmlite.binding")
+EXACT = [definition.N, definition.MAX_D, definition.MAX_REL, definition.NONFINITE, definition.MISMATCH]
+"""Fields that no order of additions changes."""
 FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float64"]
 
 
@@ -19,10 +22,13 @@ def bits(rng, dtype, shape):
 
 
 def compared(g, gd, gi, m, md, mi):
-    """The compiled loop's (rows, elements), which are the definition's."""
+    """The compiled loop's (rows, elements), which are the definition's; the rows' without elements, too."""
     sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
     got, want = (rows.rows(g, gd, gi, m, md, mi, widen, elements=sums[i], compiled=not i) for i in (0, 1))
+    alone = rows.rows(g, gd, gi, m, md, mi, widen)
+    np.testing.assert_array_equal(got, alone)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+    np.testing.assert_array_equal(got[:, EXACT], want[:, EXACT])
     np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
     return got, sums[0]
 
@@ -88,6 +94,60 @@ def test_rows_of_whole_vectors(width, md):
     assert np.isinf(got[3, definition.PEAK])
     assert got[12, definition.NONFINITE] == width
     assert got[11, definition.N] == width - 2
+
+
+INTEL, AMD, OLD = "avx512f", "sse4a", "avx2"
+"""Loops divide by other instructions on a processor of Intel's with AVX-512, on AMD's, and where vectors are short."""
+
+
+@pytest.fixture(params=[OLD, *([INTEL, AMD] if binding.get_host_cpu_features().get("avx512f") else [])])
+def processor(request, monkeypatch, tmp_path):
+    """The loops as another processor gets them, which this one can run, too."""
+    has = binding.get_host_cpu_features()
+    for name in has:
+        has[name] &= not (name.startswith("avx512") and request.param == OLD)
+    has["sse4a"] = request.param == AMD
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "x86-64-v3")
+    loops = native.loops()
+    monkeypatch.setattr(rows, "_compiled", lambda: loops)
+    return request.param
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 8, 24, 32, 40, 64, 72, 100, 2048, 2056, 2080, 4104]))
+def test_largest_ratios_wherever_they_lie(processor, seed, width):
+    """Any float32s, and rows whose largest ratio is tied, huge, or lies in the first or last lane."""
+    rng = np.random.default_rng(seed)
+    g, m = (bits(rng, "float32", (9, width)) for _ in range(2))
+    finite = rng.standard_normal((9, width)).astype(np.float32)
+    finite[rng.random(finite.shape) < 0.05] = 0
+    for r, at in ((0, 0), (1, -1), (2, width // 2), (3, [0, -1])):
+        g[r], m[r] = finite[r], finite[r] * np.float32(1 + 2**-9)
+        g[r, at] = 2.0 ** int(rng.integers(-149, 100))
+        m[r, at] = np.float32(3.0) * g[r, at]
+    g[4], m[4] = np.float32(1e-45), bits(rng, "float32", (1, width))[0]
+    g[5], m[5] = finite[5], finite[5] + rng.integers(0, 2, width).astype(np.float32) * np.float32(1e-3)
+    at = np.arange(9)
+    compared(g, "float32", at, m, "float32", at)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_each_quotient_is_rounded_as_a_division(processor, dtype):
+    """Rows of 32, each with one number that is not 0, in all vectors: its ratio is the row's largest."""
+    rng, at = np.random.default_rng(13), np.arange(40_000)
+    g, m = np.zeros((2, 40_000, 32), np.float32)
+    g[at, at % 32], m[at, at % 32] = rng.standard_normal((2, 40_000))
+    compared(stored(g, dtype), dtype, at, m, "float32", at)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_each_processor_on_random_bits(processor, dtype):
+    rng = np.random.default_rng(11)
+    for width in (8, 64, 2072):
+        g, m = (bits(rng, dtype, (40, width)) for _ in range(2))
+        compared(g, dtype, rng.permutation(40), m, dtype, np.arange(40))
 
 
 def test_integers_go_to_the_oracle():

@@ -109,8 +109,8 @@ def rows(
     """The row table of rows gi of g8 against rows mi of m8 into ``out`` (zeroed float64 [n * 11]).
 
     g8, m8: uint8, the rows one after the other, of elements of kinds gk and mk; gt, mt: uint32[256] for kind 3. A row's
-    width is in ``out``'s first column. elements: float64 [10], to which _elements adds. q, rel: float64, room for
-    the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part of it, of a block where
+    width is in ``out``'s first column. elements: float64 [10], to which _elements adds, or [0]. q, rel: float64, room
+    for the larger of BLOCK and the width: |d| and |d| / |g|, of one row where a block is a part of it, of a block where
     that is several rows.
     """
     gs = 1 if gk == 3 else (4 if gk == 2 else 2)
@@ -152,7 +152,8 @@ def rows(
                     _add(line, x, y, d, far)
                     if size == width:
                         _finish(line, d, far)
-                _elements(gf, qs, rels, eps, elements)
+                if elements.size > 0:
+                    _elements(gf, qs, rels, eps, elements)
             if size < width and width == start + size:
                 d, far = part(q, 0, width, np.float64), part(rel, 0, width, np.float64)
                 _finish(part(out, r * 11, 11, np.float64), d, far)

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 import time
 import zipfile
 from collections import Counter
@@ -351,3 +353,8 @@ def test_answers_of_an_evaluation_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vllm_accprobe.cli.compare_other._NAMES", 2)  # a folder that is too large to be looked through
     code, _, err = typed(capsys, "inspect", tmp_path / "a")
     assert (code, "is no dump of a format that is known" in err) == (2, True)
+
+
+def test_dumps_are_opened_without_the_readers_of_tables():
+    code = "import sys, vllm_accprobe.formats as f; assert f.__name__ + '.common.result_tables' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -25,7 +25,6 @@ from vllm_accprobe import extensions
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump, open_dump as open_own
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
-from vllm_accprobe.formats.common import result_tables
 from vllm_accprobe.formats.common.foreign import ForeignDump
 from vllm_accprobe.formats.io import pack_file
 from vllm_accprobe.formats.msprobe import CONSTRUCT, DATA, DUMP, STACK
@@ -218,6 +217,8 @@ def find(path: Path) -> tuple[Path, DumpFormat | None, list[str]]:
 
 
 def _unknown(path: Path) -> str:
+    from vllm_accprobe.formats.common import result_tables  # its readers take 14 ms to import, and no dump needs them
+
     if kind := result_tables.kind_of(result_tables.header_of(path)):
         return f"{path} is no dump but {kind.what}: {kind.then}; `accprobe inspect` says what is in it"
     what = "no file of a kind that is known" if path.is_file() else "no dump of a format that is known"
