@@ -68,7 +68,7 @@ class Bench:
         return self.made[name]
 
     def accprobe(self, *words: Any, **env: str) -> tuple[float, float, float]:
-        """(seconds, CPU seconds, GB). Not from where this was started: ``python -m`` takes a checkout that lies there."""
+        """(seconds, CPU seconds, GB). Not run from here: ``python -m`` takes a checkout that lies here."""
         command = [sys.executable, "-m", "vllm_accprobe", *map(str, words)]
         return run(command, self.env | env, self.root)
 

@@ -75,7 +75,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         },
         "heat": heat_json(Heat((), (), (), 0) if equal else heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
-        "looks": tensor_details(comparison, {i: k for k, i in enumerate(shown)}, over),
+        "looks": tensor_details(comparison, dict(zip(shown, range(len(shown)), strict=True)), over),
     }
     # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
     two = sections.section("coverage", "Coverage", sections.coverage(comparison))
