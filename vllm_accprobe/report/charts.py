@@ -77,15 +77,16 @@ def depth(comparison: Comparison) -> list[Point]:
     every = np.ones(len(table), bool)
     sizes, failed, endless = (np.bincount(tap[which[at]], minlength=len(names)).tolist()
                               for which in (every, table.failed, np.isposinf(table.severities)))  # fmt: skip
-    points = []
+    points, classes = [], table.column("cls")
     for i, name in enumerate(names):
-        pair, blamed, created = comparison.pairs[at[first[i]]], origins.get(name), comparison.created.get(name)
+        blamed, created = origins.get(name), comparison.created.get(name)
         if blamed is not None:
             text = origin_factor(blamed[1])
             created = text if text is not None and math.isfinite(text) else None
             endless[i] = max(endless[i], text == math.inf)
         prefill, decode, other = (None if x < 0 else x for x in worst[i].tolist())
-        points.append(Point(name, pair.cls or "", pair.order, layer_of(name), created, prefill, decode, other,
+        cls, place = classes[at[first[i]]] or "", int(order[first[i]])
+        points.append(Point(name, cls, place, layer_of(name), created, prefill, decode, other,
                             None if blamed is None else blamed[0], sizes[i], failed[i], endless[i]))  # fmt: skip
     return sorted(points, key=lambda p: (p.order, p.tap))
 

@@ -96,17 +96,16 @@ def _column(name: str, values: Sequence[Any], bad: np.ndarray, order: Sequence[i
     kinds = set(map(type, values)) - {type(None)}
     one = len(kinds) <= 1 and list not in kinds
     keys = values if one else [(type(v), tuple(v) if type(v) is list else v) for v in values]
-    known = dict(zip(dict.fromkeys(keys), map(str, range(len(keys))), strict=False))
+    known = dict(zip(dict.fromkeys(keys), range(len(keys)), strict=False))
     plain = _plain_texts(known)
     if plain is None:
         texts = [_text(key if one else key[1], " × " if name == "shape" else ", ") for key in known]
         if len(texts) <= 1:
             return f'{{"c":{script_json(texts[0] if texts else None)}}}'
         plain = script_json(texts)
-    if which is None:
-        return f'{{"d":{plain},"i":[{",".join(map(known.__getitem__, keys))}]}}'
-    indices = np.array([int(known[key]) for key in keys])[which]
-    return f'{{"d":{plain},"i":{orjson.dumps(indices, option=orjson.OPT_SERIALIZE_NUMPY).decode()}}}'
+    numbers = np.fromiter(map(known.__getitem__, keys), np.int64, len(keys))
+    numbers = numbers if which is None else numbers[which]
+    return f'{{"d":{plain},"i":{orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY).decode()}}}'
 
 
 def _plain_texts(texts: Collection[Any]) -> str | None:
@@ -122,15 +121,13 @@ def _numbers(values: Sequence[Any], bad: np.ndarray, short: str, long: str) -> l
     kinds = set(map(type, values))
     if kinds <= {int, type(None)}:
         return repr(list(values))[1:-1].replace("None", "null").split(", ") if values else []
-    cells = [""] * len(values)
-    if not kinds <= {float}:
+    if kinds <= {float} and not bad.any():
+        cells, floats = (f"%{short}," * len(values) % tuple(values)).split(",")[:-1], list(range(len(values)))
+    else:
         cells = each(values, lambda v: "null" if v is None else str(int(v)) if isinstance(v, (bool, int)) else "")
-    floats = [i for i, cell in enumerate(cells) if not cell]
-    good, worse = ([i for i in floats if bad[i] == which] for which in (False, True)) if bad.any() else (floats, [])
-    for digits, at in ((short, good), (long, worse)):
-        texts = f"%{digits}," * len(at) % tuple(values if len(at) == len(values) else [values[i] for i in at])
-        for i, text in zip(at, texts.split(","), strict=False):
-            cells[i] = text
+        floats, which, digits = [i for i, cell in enumerate(cells) if not cell], bad.tolist(), (f"%{short}", f"%{long}")
+        for i in floats:
+            cells[i] = digits[which[i]] % values[i]
     for i in np.flatnonzero(~np.isfinite(np.array([values[i] for i in floats], np.float64))).tolist():
         cells[floats[i]] = f'"{nonfinite(values[floats[i]])}"'
     return cells
