@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -676,15 +676,15 @@ class _Judge:
         return settled
 
     def _by_lines(self, unit: MeasuredUnit) -> bool:
-        """Whether lines decided all parts, all equal or all by statistics, of one form, and no row is forgiven."""
+        """Whether lines decided all parts, all equal or all by statistics, and no row is forgiven."""
         plain = not unit.is_param and not self.routing.first and not self.routing.lost
-        return plain and isinstance(unit.parts, LazyTable) and not self._routes(unit)
+        return plain and pair_status.decided_alike(unit.parts) and not self._routes(unit)
 
     def _judge_waiting(self) -> None:
         waiting, self.waiting = self.waiting, []
         alike: dict[tuple[bool, bool], list[int]] = defaultdict(list)
         for i, (_, unit) in enumerate(waiting):
-            first = cast("LazyTable[Part]", unit.parts).first
+            first = _first(unit)
             alike[first.identical, first.whole].append(i)
         traces: dict[int, TensorErrors] = {}
         for (identical, whole), these in alike.items():
@@ -700,7 +700,7 @@ class _Judge:
     ) -> Iterator[tuple[int, TensorErrors]]:
         """Makes pairs of parts that lines decided; yields what is known of each unit, by number."""
         check, rows, n = self.limit_check, parts.rows, len(parts.rows)
-        limits = [check.limits(u, [cast("LazyTable[Part]", u.parts).first])[0] for u in parts.units]
+        limits = [check.limits(unit, [_first(unit)])[0] for unit in parts.units]
         spoken = [self.moments.get(m, NO_ROWS) for m in parts.column("moment")] if whole else rows
         sets, set_of = numbered_sets(spoken) if whole else (parts.sets, parts.set_of)
         lengths = np.array([len(own.keys) for own in sets], np.int64)[set_of]
@@ -839,6 +839,10 @@ class _Judge:
             numbers = None if part.table is None else next(metrics)
             pair = pair_status.make_pair(unit, part, error, limit, setting, w, numbers, floor, note)
             yield part, pair, self.log.kept(pair, part.rows, error.err)
+
+
+def _first(unit: MeasuredUnit) -> Part:
+    return unit.parts.first if isinstance(unit.parts, LazyTable) else unit.parts[0]
 
 
 def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:

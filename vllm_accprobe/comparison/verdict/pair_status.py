@@ -36,6 +36,25 @@ Floor = tuple["float | None", "str | None", "float | None"]
 """(floor of a pair, where that comes from, its error in units of it)."""
 
 
+def decided_alike(parts: Sequence[Part]) -> bool:
+    """Whether lines decided all ``parts`` (one or more), all equal or all by statistics, with the same limits."""
+    if isinstance(parts, LazyTable):
+        return True
+    if not parts or parts[0].table is not None or not (parts[0].identical or parts[0].stats):
+        return False
+    decided = all((p.identical or (p.stats and p.figures)) and not _others_of(p) for p in parts)
+    return decided and len(set(map(_form_of, parts))) == 1
+
+
+def _others_of(part: Part) -> bool:
+    """Whether more is known of a part than lines say, or less."""
+    found = part.table, part.choices, part.margins, part.elements, part.kl
+    return part.skip + part.by + part.replicas != "" or any(x is not None for x in found)
+
+
+_form_of = attrgetter("dtype_golden", "dtype_mine", "feature", "whole", "identical")
+
+
 class PartColumns:
     """Parts of some units, the units' one after the other, as columns. of: int64 [n], the unit of each part. sets,
     set_of: the different `RowSet`s, and which each part has."""

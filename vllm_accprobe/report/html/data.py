@@ -410,15 +410,19 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
         at, own = at[order[rank < MAX_ROWS]], own[rank < MAX_ROWS]
         for i in np.unique(own).tolist():
             out[str(page_index[int(selected[i])])] = [int(n[i])]
-        columns = (selected[own], *(c[at] for c in (rows.request, rows.position, rows.decode, rows.error, over)))
-        for i, who, place, decode, error, ratio in zip(*(c.tolist() for c in columns), strict=True):
-            phase = "decode" if decode else "prefill"
-            out[str(page_index[i])].append([labels[who], place, phase, _short_number(error), _short_number(ratio)])
+        columns = (c[at].tolist() for c in (rows.request, rows.position, rows.decode))
+        numbers = map(_values, (rows.error[at], over[at]))
+        for i, who, place, decode, *both in zip(selected[own].tolist(), *columns, *numbers, strict=True):
+            out[str(page_index[i])].append([labels[who], place, "decode" if decode else "prefill", *both])
     return out
 
 
 def _values(values: np.ndarray) -> list[Any]:
-    return [_short_number(float(v)) for v in values]
+    """`_short_number` of each, all at once."""
+    found: list[Any] = list(map(float, ("%.4g," * len(values) % tuple(values.tolist())).split(",")[:-1]))
+    for i in np.flatnonzero(~np.isfinite(values)).tolist():
+        found[i] = nonfinite(found[i])
+    return found
 
 
 def _short_number(value: float, digits: int = 4) -> Any:
