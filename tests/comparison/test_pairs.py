@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from report_examples import comparison
 
 from vllm_accprobe.comparison.pair import FAIL, PASS, ByPlace, Pair, Pairs
 from vllm_accprobe.dump.record_table import LazyTable
 from vllm_accprobe.report.html.data import columns_json
+from vllm_accprobe.report.notebook import to_pandas
 from vllm_accprobe.report.table import pair_lines
 
 NAMES = ("golden", "mine", "step", "rank", "dtype_golden", "dtype_mine", "shape", "rel_l2", "status", "message", "tap")
@@ -86,6 +88,12 @@ def test_what_is_asked_of_a_column_is_the_same(pairs, name):
     assert pairs.those(name, str).tolist() == other.those(name, str).tolist()
     (values, which), (own, at_own) = pairs.numbered(name, at), other.numbered(name, at)
     assert (values, which.tolist()) == (own, at_own.tolist())
+
+
+def test_a_frame_has_the_same_dtypes(pairs):
+    frames = [to_pandas(comparison(pairs=own)) for own in (pairs, alone(pairs))]
+    assert frames[0].equals(frames[1])
+    assert frames[0].dtypes.tolist() == frames[1].dtypes.tolist()
 
 
 def test_a_column_by_place_is_an_array_where_one_is_needed(pairs):

@@ -148,7 +148,8 @@ class ByPlace(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return map(self.values.__getitem__, self.which.tolist())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = np.float64, copy: bool | None = None) -> np.ndarray:
+        """Of numbers: as float64 where no dtype is given, NaN for None."""
         return np.array(self.values, dtype)[self.which]
 
 

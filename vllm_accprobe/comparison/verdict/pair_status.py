@@ -190,7 +190,7 @@ def statistics_pairs(
         columns["status"] = [FAIL if w else PASS for w in failed]
     one = np.array([len(own.keys) == 1 for own in parts.sets], bool)[parts.set_of] & (errors > 0)
     if one.any():
-        names = [setting.name(int(own.keys[0])) if len(own.keys) == 1 else (None, None) for own in parts.sets]
+        names = {i: setting.name(int(parts.sets[i].keys[0])) for i in np.unique(parts.set_of[one]).tolist()}
         known = [names[i] if own else (None, None) for i, own in zip(parts.set_of.tolist(), one.tolist(), strict=True)]
         columns["worst_request"], columns["worst_position"] = zip(*known, strict=True)
     floors = [floor_of(i, phase, 1.0) for i, phase in zip(at.of, at.phases, strict=True)]
