@@ -95,11 +95,11 @@ with open(sys.argv[1], "w") as file:
 """Linux counts what a process was before it became its program: the parent of what is measured must be small."""
 
 
-def run(command: list[str], env: dict[str, str]) -> tuple[float, float, float]:
+def run(command: list[str], env: dict[str, str], cwd: Path | None = None) -> tuple[float, float, float]:
     """(wall s, CPU s, peak memory in GB) of a process; its exit code must be 0 or 1."""
     with tempfile.TemporaryFile() as said, tempfile.NamedTemporaryFile("r") as figures:
         words = [sys.executable, "-I", "-S", "-c", WAITS, figures.name, *command]
-        subprocess.run(words, stdout=said, stderr=said, env={**os.environ, **env}, check=True)
+        subprocess.run(words, stdout=said, stderr=said, env={**os.environ, **env}, cwd=cwd, check=True)
         wall, cpu, gb, code = map(float, figures.read().split())
         if code not in (0, 1):
             said.seek(0)

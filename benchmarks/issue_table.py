@@ -68,9 +68,9 @@ class Bench:
         return self.made[name]
 
     def accprobe(self, *words: Any, **env: str) -> tuple[float, float, float]:
-        """(seconds, CPU seconds, GB)."""
+        """(seconds, CPU seconds, GB). Not run from here: ``python -m`` takes a checkout that lies here."""
         command = [sys.executable, "-m", "vllm_accprobe", *map(str, words)]
-        return run(command, self.env | env)
+        return run(command, self.env | env, self.root)
 
     def compare(self, *words: Any, **env: str) -> tuple[float, float, float]:
         out = self.root / "out"
@@ -182,7 +182,7 @@ def main() -> None:
     failed: dict[str, str] = {}
     end = time.monotonic() + 60 * options.minutes
     longest: dict[str, float] = defaultdict(float)
-    with tempfile.TemporaryDirectory(prefix="accprobe-table-", dir=options.dir) as name:
+    with tempfile.TemporaryDirectory(prefix="accprobe-table-", dir=options.dir and options.dir.resolve()) as name:
         made: dict[str, Any] = {}
         trees = {side: Bench(getattr(options, side).resolve(), Path(name), options.msprobe, made)
                  for side in ("before", "after")}  # fmt: skip

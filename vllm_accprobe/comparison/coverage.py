@@ -190,11 +190,12 @@ def _compared(pairs: Pairs, element: float) -> dict[str, ModuleCover]:
     for column in (pairs.numbered("limit", at)[1], shape):
         form = _joint(form, column)
     limits: dict[int, tuple[str, float, float]] = {}
+    columns = [pairs.column(name) for name in ("cls", "limit", "shape")]
     for i in np.sort(np.unique(form, return_index=True)[1]).tolist():
-        which, pair = int(tap[i]), pairs[at[i]]
-        cls, row, column = limits.get(which, (pair.cls, 0.0, 0.0))
-        limit = pair.limit or 0.0
-        width = math.prod(pair.shape[1:])
+        which, (own, limit, shape_of) = int(tap[i]), (c[at[i]] for c in columns)
+        cls, row, column = limits.get(which, (own, 0.0, 0.0))
+        limit = limit or 0.0
+        width = math.prod(shape_of[1:])
         limits[which] = cls, max(row, limit), max(column, min(limit * element, limit * math.sqrt(width)))
     return {
         taps[which]: ModuleCover(cls, counts[which], sums[which], 0, row, column, row)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -132,44 +132,85 @@ def counted(n: int, one: str) -> str:
     return f"{n:,} {one}{'s' * (n != 1)}"
 
 
+class ByPlace(Sequence[Any]):
+    """A column of which all pairs of a place have one value: ``values[which]``. which: int64 [n], the same array for
+    all such columns of a table, and as many values."""
+
+    def __init__(self, values: Sequence[Any], which: np.ndarray):
+        self.values, self.which = values, which
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, at: Any) -> Any:
+        return ByPlace(self.values, self.which[at]) if isinstance(at, slice) else self.values[self.which[at]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.values.__getitem__, self.which.tolist())
+
+    def __array__(self, dtype: Any = np.float64, copy: bool | None = None) -> np.ndarray:
+        """Of numbers: as float64 where no dtype is given, NaN for None."""
+        return np.array(self.values, dtype)[self.which]
+
+
 class Pairs(LazyTable[Pair]):
     """All pairs of a comparison, none of which changes any more: columns, and a `Pair` where one is needed. What is
     computed of all is made once for all that read it."""
 
     def __init__(self, pairs: Iterable[Pair] = ()):
-        self._made = list(pairs)
-        super().__init__(Pair, len(self._made), {})
+        if type(pairs) is LazyTable:
+            super().__init__(Pair, len(pairs), pairs._columns, pairs._same)
+        else:
+            self._made = list(pairs)
+            super().__init__(Pair, len(self._made), {})
 
     @staticmethod
     def joined(tables: Sequence[LazyTable[Pair]]) -> Pairs:
         """The pairs of all, one after the other."""
         first, *others = [t.same for t in tables] or [{}]
         same = {name: v for name, v in first.items() if all(name in o and o[name] is v for o in others)}
-        columns = {name: list(chain.from_iterable(t.column(name) for t in tables))
-                   for name in _FIELDS if name not in same}  # fmt: skip
-        return Pairs._of_columns(sum(map(len, tables)), columns, same)
+        columns: dict[str, Sequence[Any]] = {}
+        places = [_places(t) for t in tables]
+        begins = np.cumsum([0, *(n for _, n in places)])
+        which = np.concatenate([_NO_PLACES, *(own + at for (own, _), at in zip(places, begins, strict=False))])
+        for name in (n for n in _FIELDS if n not in same):
+            values = [_of_places(t, name, n) for t, (_, n) in zip(tables, places, strict=True)]
+            if any(v is None for v in values):
+                columns[name] = list(chain.from_iterable(t.column(name) for t in tables))
+            else:
+                columns[name] = ByPlace(list(chain.from_iterable(v for v in values if v is not None)), which)
+        return Pairs(LazyTable(Pair, len(which), columns, same))
 
-    @staticmethod
-    def _of_columns(n: int, columns: Mapping[str, Sequence[Any]], same: Mapping[str, Any]) -> Pairs:
-        found = Pairs()
-        LazyTable.__init__(found, Pair, n, columns, same)
-        del found._made
-        return found
-
-    def taken(self, order: Sequence[int]) -> Pairs:
-        """Those at ``order``."""
-        columns = {name: list(map(self.column(name).__getitem__, order)) for name in _FIELDS if name not in self.same}
-        return Pairs._of_columns(len(order), columns, self.same)
+    def taken(self, order: np.ndarray) -> Pairs:
+        """Those at ``order``, int64 [n]."""
+        if len(order) < 2:  # and itemgetter gives no tuple
+            return Pairs([self[i] for i in order.tolist()])
+        pick = itemgetter(*order.tolist())
+        made: dict[int, Any] = {}  # by array or column, which several names may have
+        columns: dict[str, Sequence[Any]] = {}
+        for name in (n for n in _FIELDS if n not in self.same):
+            values = self.column(name)
+            if isinstance(values, ByPlace):
+                which = made[id(values.which)] = made.get(id(values.which), values.which[order])
+                columns[name] = ByPlace(values.values, which)
+            else:
+                columns[name] = made[id(values)] = made.get(id(values)) or pick(values)
+        return Pairs(LazyTable(Pair, len(order), columns, self.same))
 
     def changed(self, pairs: Mapping[int, Pair]) -> Pairs:
         """With other pairs at some places."""
         if not pairs:
             return self
-        columns = {name: list(self.column(name)) for name in _FIELDS}
-        for name, values in columns.items():
-            for i, pair in pairs.items():
-                values[i] = getattr(pair, name)
-        return Pairs._of_columns(len(self), columns, {})
+        columns: dict[str, Sequence[Any]] = {}
+        for name in _FIELDS:
+            values, others = self.column(name), {i: getattr(pair, name) for i, pair in pairs.items()}
+            if any(values[i] is not v for i, v in others.items()):
+                columns[name] = values = list(values)
+                for i, v in others.items():
+                    values[i] = v
+            elif name not in self.same:
+                columns[name] = values
+        return Pairs(LazyTable(Pair, len(self), columns, self.same))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -185,12 +226,22 @@ class Pairs(LazyTable[Pair]):
         """float64: NaN for None."""
         return np.array(self.column(name), np.float64)
 
+    def missing(self, name: str) -> np.ndarray:
+        """bool: whose value is None."""
+        column = self.column(name)
+        if isinstance(column, ByPlace):
+            return np.array([v is None for v in column.values], bool)[column.which]
+        return np.array([v is None for v in column], bool)
+
     def _numbered(self, name: str) -> tuple[list[Any], np.ndarray]:
         """`numbered` of all, in any order."""
         if name not in self._known:
-            values = self.column(name)
+            one, column = name in self.same, self._columns.get(name)
+            values = [self.same[name]] if one else column.values if isinstance(column, ByPlace) else self.column(name)
             known = {value: i for i, value in enumerate(set(values))}
-            self._known[name] = list(known), np.fromiter(map(known.__getitem__, values), np.int32, len(values))
+            numbers = np.fromiter(map(known.__getitem__, values), np.int32, len(values))
+            which = np.zeros(len(self), np.int64) if one else column.which if isinstance(column, ByPlace) else None
+            self._known[name] = list(known), numbers if which is None else numbers[which]
         return self._known[name]
 
     @cached_property
@@ -214,6 +265,12 @@ class Pairs(LazyTable[Pair]):
         return [values[i] for i in used[order].tolist()], np.argsort(order)[which]
 
     @cached_property
+    def places_in_order(self) -> list[int]:
+        """The places of `ByPlace` columns, as they come."""
+        places, first = np.unique(_places(self)[0], return_index=True)
+        return places[np.argsort(first)].tolist()
+
+    @cached_property
     def failed(self) -> np.ndarray:
         return self.having("status", FAIL)
 
@@ -230,6 +287,23 @@ class Pairs(LazyTable[Pair]):
         known = Counter(zip(status, map(bool, same), map(bool, bits), strict=True))
         exact, widened = (sum(known[s, True, b] for s in (PASS, FAIL)) for b in (True, False))
         return Counts(n[PASS], n[FAIL], n[SKIP], exact + widened, exact, dict(reasons))
+
+
+_NO_PLACES = np.zeros(0, np.int64)
+
+
+def _places(table: LazyTable[Pair]) -> tuple[np.ndarray, int]:
+    """(`ByPlace.which` of a table, how many places it has); one place where no column is by place."""
+    found = next((c for c in table._columns.values() if isinstance(c, ByPlace)), None)
+    return (np.zeros(len(table), np.int64), 1) if found is None else (found.which, len(found.values))
+
+
+def _of_places(table: LazyTable[Pair], name: str, n: int) -> Sequence[Any] | None:
+    """The values of a column of each of ``n`` places; None where they differ within one."""
+    if name in table._columns:
+        column = table._columns[name]
+        return column.values if isinstance(column, ByPlace) else None
+    return [table._same[name]] * n if name in table._same else None
 
 
 _MEASURED = ("row_norm_ratio", "row_rel_l2", "element", "created")
@@ -273,7 +347,7 @@ def over_limits(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """(how many times its limit each pair reaches, in the measure that decided, infinite over a limit of 0; which have
     a value and a limit)."""
     rows, whole, limits = map(pairs.numbers, ("worst_row_rel_l2", "rel_l2", "limit"))
-    values = np.where([v is None for v in pairs.column("worst_row_rel_l2")], whole, rows)
+    values = np.where(pairs.missing("worst_row_rel_l2"), whole, rows)
     decided = pairs.those("measure", _MEASURED.__contains__)
     if decided.any():
         gains, off = pairs.having("measure", "row_norm_ratio"), pairs.numbers("measured")

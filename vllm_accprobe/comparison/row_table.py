@@ -10,10 +10,8 @@ again. What is left out is counted by reason. Not here: measuring and judging (e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -100,63 +98,86 @@ class ValueSpread:
     rows: int
 
 
+def numbered_sets(rows: Sequence[RowSet]) -> tuple[list[RowSet], np.ndarray]:
+    """(the different sets, int64 [n], which of them each is)."""
+    known = {own: i for i, own in enumerate(dict.fromkeys(rows))}
+    return list(known), np.fromiter(map(known.__getitem__, rows), np.int64, len(rows))
+
+
+KeptRows = tuple[RowSet, "np.ndarray | float"]
+"""A pair's rows, and the float32 error of each, or the one that all have."""
+NOT_KEPT: KeptRows = (NO_ROWS, 0.0)
+
+
 @dataclass
 class RowLog:
-    """Filled pair by pair while the engine runs; 4 bytes per row, and 25 of the table, on a shelf."""
+    """Filled with each pair's rows in turn while pairs are made; 4 bytes per row, and 25 of the table, on a shelf."""
 
     shelf: SpillBuffer = field(default_factory=lambda: SpillBuffer(None, BOUND))
-    _entries: dict[tuple[Any, ...], tuple[RowSet, np.ndarray | float]] = field(default_factory=dict)
-    """A pair's rows and their errors, or the one that all have."""
+    _rows: list[RowSet] = field(default_factory=list)
+    _errors: list[np.ndarray | float] = field(default_factory=list)
     _differs: bool = False
     """Whether any row has an error."""
 
+    def add(self, kept: KeptRows) -> None:
+        self._rows.append(kept[0])
+        self._errors.append(kept[1])
+
     def add_alike(
-        self, role: str, column: Callable[[str], Sequence[Any]], rows: Sequence[RowSet], errors: np.ndarray
+        self, rows: Sequence[RowSet], errors: np.ndarray, roles: Sequence[str], limits: Sequence[float], of: np.ndarray
     ) -> None:
-        """Pairs of one tensor, as columns, with their rows, and the one error that all rows of a pair have: float
-        [pairs]."""
+        """Pairs of some units, with their rows, and the one error that all rows of a pair have: float [pairs]. roles,
+        limits: of each unit; of: int64 [pairs], the unit of each."""
         self._differs |= bool(errors.any())
-        errors, kept = errors.astype(np.float32), [True] * len(errors)
-        if not role.startswith(("output", "inplace")):
-            limits = np.array([limit or 0.0 for limit in column("limit")], np.float32)
-            kept = [] if role.startswith("param.") else (errors > limits).tolist()
-        names = zip(*map(column, _NAME), strict=True)
-        for name, of, error, keep in zip(names, rows, errors.tolist(), kept, strict=False):
-            if keep and len(of.keys) and len(of.decode) == len(of.keys):
-                self._entries[name] = of, error
+        errors = errors.astype(np.float32)
+        given = np.array([_all_kept(role) for role in roles], bool)[of]
+        kept = given | (errors > np.array(limits, np.float32)[of])
+        usable = {own: len(own.decode) == len(own.keys) for own in dict.fromkeys(rows)}
+        if kept.all() and all(usable.values()):
+            self._rows += rows
+        else:
+            self._rows += [own if k and usable[own] else NO_ROWS for own, k in zip(rows, kept.tolist(), strict=True)]
+        self._errors += errors.tolist()
 
-    def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
+    def kept(self, pair: Pair, rows: RowSet, error: np.ndarray) -> KeptRows:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
-        if len(error) == 1:
-            self.add_alike(pair.role, Pairs([pair]).column, [rows], error)
-            return
-        if not len(rows) or not len(rows.decode) == len(error) == len(rows) or pair.role.startswith("param."):
-            return
+        if not len(rows) or len(rows.decode) != len(rows) or pair.role.startswith("param."):
+            return NOT_KEPT
         error = error.astype(np.float32)
-        if not pair.role.startswith(("output", "inplace")):
-            bad = np.flatnonzero(error > (pair.limit or 0.0))
-            if not len(bad):
-                return
-            rows, error = RowSet(rows.keys[bad], rows.decode[bad]), error[bad]
+        over = np.flatnonzero(error > (pair.limit or 0.0))
+        if len(error) == 1:
+            self._differs |= bool(error.any())
+            return (rows, float(error[0])) if _all_kept(pair.role) or len(over) else NOT_KEPT
+        if len(error) != len(rows) or not (_all_kept(pair.role) or len(over)):
+            return NOT_KEPT
+        if not _all_kept(pair.role):
+            rows, error = RowSet(rows.keys[over], rows.decode[over]), error[over]
         self._differs |= bool(error.any())
-        self._entries[_name(pair)] = rows, self.shelf.keep(error)
+        return rows, self.shelf.keep(error)
 
-    def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
-        rows, error = self._entries.get(_name(pair), (NO_ROWS, 0.0))
-        return (rows.keys, np.broadcast_to(np.float32(error), len(rows))) if len(rows) else None
+    def reorder(self, order: np.ndarray) -> None:
+        """The pairs at ``order`` instead of those there are."""
+        self._rows, self._errors = ([own[i] for i in order.tolist()] for own in (self._rows, self._errors))
 
-    def table(self, pairs: Pairs, names: Names) -> RowTable:
-        names_of = zip(*map(pairs.column, _NAME), strict=True) if self._differs else ()
-        known = list(map(self._entries.get, names_of)) or [None] * len(pairs)
-        each = enumerate(zip(known, pairs.column("limit"), strict=True))
-        found = [(i, *entry, np.nan if limit is None else limit) for i, (entry, limit) in each if entry is not None]
-        if not any(error if type(error) is float else np.any(error) for _, _, error, _ in found):  # nothing to tell
-            found = []
-        subjects = {rows: subject(rows.keys) for rows in {rows for _, rows, _, _ in found}}
-        owners = np.unique(np.concatenate([np.zeros(0, np.int64), *map(np.unique, subjects.values())]))
-        requests = {rows: np.searchsorted(owners, of).astype(np.int32) for rows, of in subjects.items()}
+    def errors(self, i: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(keys, float32 errors) of the rows of one pair."""
+        rows = self._rows[i]
+        return (rows.keys, np.broadcast_to(np.float32(self._errors[i]), len(rows))) if len(rows) else None
+
+    def table(self, limits: np.ndarray, names: Names) -> RowTable:
+        """limits: float64 [pairs], NaN for none."""
+        each = {i: e for i, e in enumerate(self._errors) if isinstance(e, np.ndarray)}
+        alike = np.array([0.0 if i in each else e for i, e in enumerate(self._errors)], np.float32)
+        sets, of = numbered_sets(self._rows)
+        lengths = np.array([len(rows) for rows in sets], np.int64)[of]
+        differs = self._differs and (((alike != 0) & (lengths > 0)).any() or any(map(np.any, each.values())))
+        found = np.flatnonzero(lengths) if differs else np.zeros(0, np.int64)  # else there is nothing to tell
+        keys = np.concatenate([NO_ROWS.keys, *(rows.keys for rows in sets if len(found))])
+        decode = np.concatenate([NO_ROWS.decode, *(rows.decode for rows in sets if len(found))])
+        begins = np.cumsum([0, *(len(rows) for rows in sets)])[of]
+        owners, request = np.unique(subject(keys), return_inverse=True)
         labels = tuple(_label(*names.get(int(s), (str(int(s)), None))) for s in owners)
-        n = sum(len(rows.keys) for _, rows, _, _ in found)
+        n = int(lengths[found].sum())
         # Filled stretch by stretch: of millions of rows, joined arrays would be most of the memory.
         empty = self.shelf.empty
         out = RowTable(
@@ -164,42 +185,30 @@ class RowLog:
             empty(n, np.float32), empty(n, np.float32), self.shelf,
         )  # fmt: skip
         start = 0
-        for some in _stretches(found):
-            of_pairs, sets, errors, limits = zip(*some, strict=True)
-            lengths = np.fromiter((len(rows.keys) for rows in sets), np.int64, len(sets))
-            here = slice(start, start := start + int(lengths.sum()))
-            out.pair[here] = np.repeat(of_pairs, lengths)
-            out.request[here] = np.concatenate([requests[rows] for rows in sets])
-            out.position[here] = np.concatenate([rows.keys for rows in sets]) & POSITION_MASK
-            out.decode[here] = np.concatenate([rows.decode for rows in sets])
-            alike = np.array([e if type(e) is float else 0.0 for e in errors], np.float32)
-            error = np.repeat(alike, lengths)
-            for e, end in zip(errors, np.cumsum(lengths).tolist(), strict=True):
-                if isinstance(e, np.ndarray):
-                    error[end - len(e) : end] = e
+        for pairs in np.split(found, np.flatnonzero(np.diff(np.cumsum(lengths[found]) // OFTEN)) + 1):
+            some = lengths[pairs]
+            ends = np.cumsum(some)
+            here = slice(start, start := start + int(some.sum()))
+            at = np.repeat(begins[pairs] - (ends - some), some) + np.arange(here.stop - here.start)
+            out.pair[here] = np.repeat(pairs, some)
+            out.request[here] = request[at]
+            out.position[here] = keys[at] & POSITION_MASK
+            out.decode[here] = decode[at]
+            error = np.repeat(alike[pairs], some)
+            for i, end in zip(pairs.tolist(), ends.tolist(), strict=True) if each else ():
+                if i in each:
+                    error[end - len(each[i]) : end] = each[i]
             with np.errstate(divide="ignore", invalid="ignore"):
-                allowed = np.repeat(np.array(limits, np.float32), lengths)
+                allowed = np.repeat(limits[pairs].astype(np.float32), some)
                 out.ratio[here] = np.where(error == 0, np.float32(0), error / allowed)
             out.error[here] = error
             out.rest()
         return out
 
 
-_Entry = tuple[int, RowSet, "np.ndarray | float", float]
-
-
-def _stretches(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
-    """Entries of about OFTEN rows."""
-    begin = rows = 0
-    for i, entry in enumerate(entries, 1):
-        rows += len(entry[1].keys)
-        if rows > OFTEN or i == len(entries):
-            yield entries[begin:i]
-            begin, rows = i, 0
-
-
-_NAME = ("golden", "mine", "step", "rank")
-_name = attrgetter(*_NAME)
+def _all_kept(role: str) -> bool:
+    """Whether rows of tensors with this role are kept where they are within limits, too."""
+    return role.startswith(("output", "inplace"))
 
 
 def _label(request: str, image: int | None) -> str:
@@ -254,7 +263,7 @@ def _chosen(pairs: Pairs, limit: int) -> list[int]:
 def _sample(
     index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
 ) -> ValueSample | None:
-    found = log.errors(pair)
+    found = log.errors(index)
     group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
     if found is None or group is None or not group.readable:
         return None
@@ -337,9 +346,7 @@ def take_spreads(
     return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
 
 
-def _pairs_to_spread(
-    pairs: Pairs, origins: Collection[str], requested: bool
-) -> tuple[list[int], Counter[str]]:
+def _pairs_to_spread(pairs: Pairs, origins: Collection[str], requested: bool) -> tuple[list[int], Counter[str]]:
     """The failed pairs, the origins' before the others, then the origins' others, where ``requested``, all others;
     the largest error over its limit first. And what is beyond `MAX_SPREAD_PAIRS`."""
 
@@ -362,7 +369,7 @@ def _pairs_to_spread(
 def _one(
     index: int, pair: Pair, unit: Unit | None, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog, left: int
 ) -> tuple[ValueSpread, int] | str:
-    found = log.errors(pair)
+    found = log.errors(index)
     named = (g for g in unit.mine if (g.first.step, g.first.name) == (pair.step, pair.mine)) if unit else ()
     group = next((g for g in named if g.merge), None)
     if found is None or unit is None or group is None:

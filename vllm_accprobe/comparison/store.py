@@ -53,7 +53,7 @@ POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 
 def _columns(columns: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
     """Of a column with one object in all rows, but for the first, that object alone."""
-    return [c[:1] if i and alike(c) else c for i, c in enumerate(columns)]
+    return [c[:1] if i and len(c) > 1 and alike(c) else c for i, c in enumerate(columns)]
 
 
 def _rows(columns: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
@@ -100,8 +100,8 @@ class ArrayPools:
         out = []
         for u in units:
             # Of what all have alike one is enough: see `_columns`.
-            some = u.parts.same if isinstance(u.parts, LazyTable) else {}
-            some = {name: [some[name]] for name in (*PLAIN[1:], *TABLES) if name in some}
+            same = u.parts.same if isinstance(u.parts, LazyTable) else {}
+            some = {name: [value] for name, value in same.items() if name != PLAIN[0]}
             tables = [list(map(self.put, some.get(name) or column(u.parts, name))) for name in TABLES if u.parts]
             arrays = [*zip(*map(rows, column(u.parts, "rows")), strict=True), *tables]
             plain = [some.get(name) or column(u.parts, name) for name in PLAIN if u.parts]

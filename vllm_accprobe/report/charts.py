@@ -77,15 +77,16 @@ def depth(comparison: Comparison) -> list[Point]:
     every = np.ones(len(table), bool)
     sizes, failed, endless = (np.bincount(tap[which[at]], minlength=len(names)).tolist()
                               for which in (every, table.failed, np.isposinf(table.severities)))  # fmt: skip
-    points = []
+    points, classes = [], table.column("cls")
     for i, name in enumerate(names):
-        pair, blamed, created = comparison.pairs[at[first[i]]], origins.get(name), comparison.created.get(name)
+        blamed, created = origins.get(name), comparison.created.get(name)
         if blamed is not None:
             text = origin_factor(blamed[1])
             created = text if text is not None and math.isfinite(text) else None
             endless[i] = max(endless[i], text == math.inf)
         prefill, decode, other = (None if x < 0 else x for x in worst[i].tolist())
-        points.append(Point(name, pair.cls or "", pair.order, layer_of(name), created, prefill, decode, other,
+        cls, place = classes[at[first[i]]] or "", int(order[first[i]])
+        points.append(Point(name, cls, place, layer_of(name), created, prefill, decode, other,
                             None if blamed is None else blamed[0], sizes[i], failed[i], endless[i]))  # fmt: skip
     return sorted(points, key=lambda p: (p.order, p.tap))
 
@@ -101,7 +102,7 @@ def _factors(pairs: Pairs) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(index of a phase, which pairs have a factor in it, the factors): of a pair with rows of both phases, the worse
     one has what decided, the other its own rows'."""
     own = [pairs.numbers(f"{phase}_rel_l2") for phase in PHASES[:2]]
-    there = [np.array([v is not None for v in pairs.column(f"{phase}_rel_l2")], bool) for phase in PHASES[:2]]
+    there = [~pairs.missing(f"{phase}_rel_l2") for phase in PHASES[:2]]
     phases = [pairs.having("phase", phase) for phase in (*PHASES[:2], "mixed")]
     same, both, none = pairs.those("identical", bool), there[0] & there[1], ~(there[0] | there[1])
     over = np.where(same, 0.0, pairs.severities)
@@ -109,9 +110,9 @@ def _factors(pairs: Pairs) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     with np.errstate(all="ignore"):
         split = both & np.isfinite(own[0]) & np.isfinite(own[1]) & (limit != 0) & ~np.isnan(limit) & ~same
         shares = [np.minimum(x / limit, over) for x in own]
-    values = (pairs.column(name) for name in ("worst_row_rel_l2", "rel_l2", "measured"))
-    bare = np.array([a is None and b is None and c is None for a, b, c in zip(*values, strict=True)], bool)
-    bare &= ~pairs.failed
+    bare = ~pairs.failed
+    for name in ("worst_row_rel_l2", "rel_l2", "measured"):
+        bare &= pairs.missing(name)
     split &= ~bare
     alone = [there[0] & ~split, there[1] & ~there[0]]
     for i, more in ((0, own[0] >= own[1]), (1, own[1] > own[0])):
@@ -174,7 +175,7 @@ def heat(comparison: Comparison, max_cells: int = MAX_CELLS, over: np.ndarray | 
     if rows is None or not len(rows):
         return Heat((), (), (), 0)
     table = comparison.table
-    at = np.flatnonzero(on_axis(table) & np.array([limit is not None for limit in table.column("limit")], bool))
+    at = np.flatnonzero(on_axis(table) & ~table.missing("limit"))
     names, number = table.numbered("tap", at)
     last = np.zeros(len(names), np.int64)
     np.maximum.at(last, number, np.array(table.column("order"), np.int64)[at])  # outputs come after what lies inside

@@ -34,7 +34,7 @@ def _imported(module: str, method: str) -> Any:
 def to_pandas(comparison: Comparison) -> Any:
     """A pandas.DataFrame. Raises ModuleNotFoundError without pandas, the extra ``notebook``."""
     pd = _imported("pandas", "to_pandas")
-    frame = pd.DataFrame({name: comparison.table.column(name) for name in COLUMNS}, columns=COLUMNS)
+    frame = pd.DataFrame({name: list(comparison.table.column(name)) for name in COLUMNS}, columns=COLUMNS)
     kinds = dict.fromkeys(_INTEGERS, "Int64") | dict.fromkeys(_FLOATS, "float64")
     return frame.astype(kinds)
 

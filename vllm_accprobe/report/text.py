@@ -58,11 +58,11 @@ def each(values: Sequence[Any], text: Callable[[Any], Any]) -> list[Any]:
 
 
 def once(
-    make: Callable[[Any, Sequence[Any]], Any], columns: Iterable[tuple[Any, Sequence[Any]]], kind: Callable[[Any], bool]
+    make: Callable[[Any, Sequence[Any]], Any], columns: Iterable[tuple[Any, Sequence[Any]]], kind: Callable[[Any], Any]
 ) -> list[Any]:  # fmt: skip
     """``make`` of each (name, column); once for columns of one kind that hold the same floats, as most errors of a pair
     do that nobody read."""
-    known: list[tuple[bool, Sequence[Any], Any]] = []
+    known: list[tuple[Any, Sequence[Any], Any]] = []
     out = []
     for name, values in columns:
         own, floats = kind(name), len(values) > 0 and type(values[0]) is float

@@ -11,9 +11,11 @@ a pair's status (pair_status.py), words (comparison/messages.py), measuring (com
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,7 @@ from vllm_accprobe.comparison.notes import (
 from vllm_accprobe.comparison.pair import FAIL, NONE_JUDGED, PASS, SKIP, Pair, Pairs, counted, was_compared
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
-from vllm_accprobe.comparison.row_table import RowLog
+from vllm_accprobe.comparison.row_table import NOT_KEPT, KeptRows, RowLog, numbered_sets
 from vllm_accprobe.comparison.runner_inputs import notes as state_notes
 from vllm_accprobe.comparison.verdict import origin_entries, pair_status
 from vllm_accprobe.comparison.verdict.limit_check import LimitCheck, PartLimits
@@ -188,15 +190,24 @@ def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
 
 
 _NO_KEYS = np.zeros(0, np.int64)
+_NO_ERROR = np.zeros(1)
 
 
-def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
-    """`TensorErrors.shared` of the rows of all parts, one after the other: int64; empty where each row has its own
-    error."""
+def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet], union: Union) -> np.ndarray:
+    """`TensorErrors.shared` of the rows of all parts. union: of these."""
     each = zip(parts, errors, rows, strict=True)
     lengths = np.array([len(known.keys) for known in rows], np.int64)
     one = np.array([part.whole or len(e.err) != len(known.keys) for part, e, known in each], bool) & (lengths > 0)
-    return np.repeat(np.where(one, np.arange(len(one)), -1), lengths) if one.any() else _NO_KEYS
+    return _by_row(union, one, lengths)
+
+
+def _by_row(union: Union, one: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`TensorErrors.shared`. one: bool [parts], whether all rows of a part have one error; lengths: its rows."""
+    if not one.any():
+        return _NO_KEYS
+    found = np.full(len(union.seen), -1)
+    found[union.place] = np.repeat(np.where(one, np.arange(len(one)), -1), lengths)
+    return found
 
 
 RowColumns = tuple[np.ndarray, ...]
@@ -375,9 +386,13 @@ class _Judge:
     floor: Calibration | None = None
     rate: float = FALSE_ALARM_RATE
     tables: list[LazyTable[Pair]] = field(default_factory=list)
-    keys: list[np.ndarray] = field(default_factory=list)
-    """Of the rows of each pair."""
+    rows: list[RowSet] = field(default_factory=list)
+    """Of each pair."""
+    units_of: list[np.ndarray] = field(default_factory=list)
+    """Of each table, the number of each pair's unit."""
     traces: list[TensorErrors] = field(default_factory=list)
+    waiting: list[tuple[int, MeasuredUnit]] = field(default_factory=list)
+    """Units in turn, with their numbers, that lines decided and that are judged together."""
     replicas: int = 0
     routing: Routing = field(default_factory=Routing)
     chosen: origin_entries.Chosen = field(default_factory=dict)
@@ -393,10 +408,18 @@ class _Judge:
             keys = setting.places[0]
             texts = [who for who, (_, image) in setting.names.items() if image is None]
             self.routing.computed = keys[np.isin(subject(keys), texts)]
-        for unit in choices_first(self.measured.each()):
+        for number, unit in enumerate(choices_first(self.measured.each())):
+            if self._by_lines(unit):
+                self.waiting.append((number, unit))
+                continue
+            self._judge_waiting()
+            known = len(self.rows)
             self._unit(unit)
+            self.units_of.append(np.full(len(self.rows) - known, number))
             self.shelf.rest()
-        pairs = Pairs.joined(self.tables)
+        self._judge_waiting()
+        numbers = np.concatenate([_NO_KEYS, *self.units_of])
+        pairs = self._in_order(Pairs.joined(self.tables), np.argsort(numbers, kind="stable"))
         alone = self._alone(pairs)
         self._check_floor(pairs)
         places = origin_entries.Places(setting)
@@ -426,18 +449,18 @@ class _Judge:
             entry["nonfinite"] = steps.get(c.tap, 0)
             entry["layers"] = None if gap else every.get(entry["module"])
         origins = with_constants(origins, setting.settings, setting.modules, pairs)
-        pairs = origin_entries.condemn(created, pairs, self.keys, [gap.after if gap else "" for gap in gaps])
+        pairs = origin_entries.condemn(created, pairs, self.rows, [gap.after if gap else "" for gap in gaps])
         unrouted = self.routing.left[NOT_COMPARED]
-        judged = origin_entries.judge_flips(setting, self.traces, places, pairs, self.keys, unrouted)
+        judged = origin_entries.judge_flips(setting, self.traces, places, pairs, self.rows, unrouted)
         flipped, sampler, pairs = judged
         placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
         blamed = with_causes((o for _, o in placed), setting.weights)
         blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
-        moments = [-1 if step is None else step for step in pairs.column("step")]
-        pairs = pairs.taken(np.lexsort((pairs.column("order"), moments)).tolist())
+        moments = np.array([-1 if step is None else step for step in pairs.column("step")], np.int64)
+        pairs = self._in_order(pairs, np.lexsort((np.array(pairs.column("order"), np.int64), moments)))
         if not alone and not blamed:  # all that was left may be tokens whose flips nothing judges
             alone = self._alone(pairs)
-        rows = self.log.table(pairs, setting.names)
+        rows = self.log.table(pairs.numbers("limit"), setting.names)
         images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         lines = [
@@ -540,6 +563,14 @@ class _Judge:
         param = pairs.those("role", lambda role: role.startswith("param."))
         return not (pairs.failed | (pairs.having("status", PASS) & (~param | (not ran)))).any()
 
+    def _in_order(self, pairs: Pairs, order: np.ndarray) -> Pairs:
+        """``pairs``, and all that is known of each, at ``order``."""
+        if np.array_equal(order, np.arange(len(order))):
+            return pairs
+        self.rows = list(map(self.rows.__getitem__, order.tolist()))
+        self.log.reorder(order)
+        return pairs.taken(order)
+
     # --- units -------------------------------------------------------------------------------------------------
 
     def _unit(self, unit: MeasuredUnit) -> None:
@@ -551,10 +582,6 @@ class _Judge:
         routes = self._routes(unit)
         if self._mixes(unit):
             self.routing.mixed()
-        plain = not self.routing.first and not self.routing.lost and not routes
-        if isinstance(unit.parts, LazyTable) and plain:
-            self._by_lines(unit, unit.parts)
-            return
         chosen = ((p.rows.keys, p.choices) for p in unit.parts if p.choices is not None)
         found = [(keys, choices) for keys, choices in chosen if len(choices) == len(keys)]
         if found:
@@ -605,9 +632,11 @@ class _Judge:
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
             unsure = np.unique(np.concatenate([_NO_KEYS, *map(self._doubted, parts, rows, errors)]))
             columns = None if len(unsure) or any(s.left is not None for s in settled) else unit.columns
-            shared = shared_rows(parts, errors, rows)
-            self._trace(replace(unit, columns=columns), rows, which, known, created, everywhere, max(allowed, 0.0),
-                        weak, shared=shared, doubted=unsure)  # fmt: skip
+            seen = self.unions.of(rows)
+            self.traces.append(self._trace(
+                replace(unit, columns=columns), seen, which, known, created, everywhere, max(allowed, 0.0), weak,
+                shared=shared_rows(parts, errors, rows, seen), doubted=unsure,
+            ))  # fmt: skip
 
     def _routes(self, unit: MeasuredUnit) -> bool:
         """Whether the unit says which experts rows go to: their numbers; with a pack, where these may not have been
@@ -646,82 +675,109 @@ class _Judge:
                 self.routing.left[NOT_COMPARED].update(of.keys[out].tolist())
         return settled
 
-    def _by_lines(self, unit: MeasuredUnit, parts: LazyTable[Part]) -> None:
-        """Parts that lines decided, all equal, or all by statistics, of one form, where no row is forgiven."""
-        first, check = parts.first, self.limit_check
-        total, created, rounding = check.limits(unit, [first])[0]
-        rows: Sequence[RowSet] = parts.column("rows")
-        spoken = [self.moments.get(m, NO_ROWS) for m in parts.column("moment")] if first.whole else rows
-        sizes, phases = pair_status.sizes_and_phases(tuple(spoken))
-        lengths = np.array(sizes, np.int64)
-        phases = [None] * len(parts) if first.whole else phases
-        floor_of = partial(check.floor_of, unit.key)
-        everywhere, where, which = 0.0, np.zeros(len(parts), bool), _NO_ROWS[0]
-        values = np.zeros(len(parts))
-        if first.identical:
-            of = {phase: floor_of(phase, 0.0, total.row, rounding) for phase in set(phases)}
-            floors = [of[phase] for phase in phases]
-            limits, notes = [total.row] * len(parts), [""] * len(parts)
-            pairs, failed = pair_status.equal_pairs(unit, parts, limits, floors, notes), [False] * len(parts)
-            errors = values
+    def _by_lines(self, unit: MeasuredUnit) -> bool:
+        """Whether lines decided all parts, all equal or all by statistics, and no row is forgiven."""
+        plain = not unit.is_param and not self.routing.first and not self.routing.lost
+        return plain and pair_status.decided_alike(unit.parts) and not self._routes(unit)
+
+    def _judge_waiting(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        alike: dict[tuple[bool, bool], list[int]] = defaultdict(list)
+        for i, (_, unit) in enumerate(waiting):
+            first = _first(unit)
+            alike[first.identical, first.whole].append(i)
+        traces: dict[int, TensorErrors] = {}
+        for (identical, whole), these in alike.items():
+            units = [waiting[i][1] for i in these]
+            parts = pair_status.PartColumns(units, [unit.parts for unit in units])
+            self.units_of.append(np.array([waiting[i][0] for i in these], np.int64)[parts.of])
+            traces |= {these[i]: trace for i, trace in self._lines(parts, identical, whole)}
+        self.traces += [traces[i] for i in sorted(traces)]
+        self.shelf.rest()
+
+    def _lines(
+        self, parts: pair_status.PartColumns, identical: bool, whole: bool
+    ) -> Iterator[tuple[int, TensorErrors]]:
+        """Makes pairs of parts that lines decided; yields what is known of each unit, by number."""
+        check, rows, n = self.limit_check, parts.rows, len(parts.rows)
+        limits = [check.limits(unit, [_first(unit)])[0] for unit in parts.units]
+        spoken = [self.moments.get(m, NO_ROWS) for m in parts.column("moment")] if whole else rows
+        sets, set_of = numbered_sets(spoken) if whole else (parts.sets, parts.set_of)
+        lengths = np.array([len(own.keys) for own in sets], np.int64)[set_of]
+
+        def floor_of(i: int, phase: str | None, worst: float) -> pair_status.Floor:
+            total, _, rounding = limits[i]
+            return check.floor_of(parts.units[i].key, phase, worst, total.row, rounding)
+
+        allowed, kept = [total.row for total, *_ in limits], list[Union]()
+        errors = values = np.zeros(n)
+        if identical:
+            pairs = pair_status.equal_pairs(parts, allowed, floor_of)
         else:
-            row, peak = np.array(parts.column("stats"), np.float64).T
+            row, peak = np.fromiter(chain.from_iterable(parts.column("stats")), np.float64, 2 * n).reshape(n, 2).T
             values = np.where(peak / self.standard.element > row, peak / self.standard.element, row)
-            errors = np.where(values > 0, np.inf, values) if total.exact else values
-            of = {phase: floor_of(phase, 1.0, total.row, rounding) for phase in set(phases)}
-            shown, own = values.tolist(), errors.tolist()
-            known = ((v, *of[phase][:2]) for v, phase in zip(shown, phases, strict=True))
-            floors = [(f, by, v / f if f else None) for v, f, by in known]
-            pairs = pair_status.statistics_pairs(unit, parts, own, shown, total.row, floors, self.measured.setting)
-            where, failed = errors > 0, [status == FAIL for status in pairs.column("status")]
-            which = np.flatnonzero(np.repeat(where, lengths))
-            if first.whole:
-                everywhere = float(errors[where & (lengths == 0)].max(initial=0.0))
-        self.log.add_alike(unit.key[1], pairs.column, rows, errors)
-        sets = rows
-        if first.whole and any(failed):
-            sets = [speaks if bad else of for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
-        self.keys += [of.keys for of in sets]
+            exact = np.array([total.exact for total, *_ in limits], bool)[parts.of] & (values > 0)
+            errors = np.where(exact, np.inf, values)
+            pairs = pair_status.statistics_pairs(parts, errors, values, allowed, floor_of, self.measured.setting)
         self.tables.append(pairs)
-        if unit.key[:2] == (SAMPLER, TOKEN):
-            return
-        none = np.zeros(len(which), bool)
-        err, rel = (np.repeat(v[where], lengths[where]) for v in (errors, errors if first.whole else values))
-        one = ((lengths != 1) | first.whole) & (lengths > 0)
-        shared = np.repeat(np.where(one, np.arange(len(one)), -1), lengths) if one.any() else _NO_KEYS
-        self._trace(unit, list(spoken), which, (err, rel, np.zeros(len(which)), none, none), created.row, everywhere,
-                    max(total.row, 0.0), not first.identical, shared=shared)  # fmt: skip
+        self.log.add_alike(parts.rows, errors, [u.key[1] for u in parts.units], allowed, parts.of)
+        if whole and not identical:  # a tensor that fails condemns all rows that it speaks for
+            failed = [status == FAIL for status in pairs.column("status")]
+            rows = [speaks if bad else of for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
+        self.rows += rows
+        one = ((lengths != 1) | whole) & (lengths > 0)
+        shared: dict[int, np.ndarray] = {}
+        there = errors > 0
+        for i, here in enumerate(parts.stretches()):
+            unit, (total, created, _) = parts.units[i], limits[i]
+            if unit.key[:2] == (SAMPLER, TOKEN):
+                continue
+            seen = self.unions.of(spoken[here])
+            if id(seen) not in shared:  # of most places the same
+                shared[id(seen)] = _by_row(seen, one[here], lengths[here])
+                kept.append(seen)
+            which, known, everywhere = _NO_ROWS[0], _NO_ROWS[1:], 0.0
+            some = there[here]
+            if not identical and some.any():
+                n = lengths[here]
+                which, (err, rel) = (
+                    np.flatnonzero(np.repeat(some, n)),
+                    (np.repeat(v[here][some], n[some]) for v in (errors, errors if whole else values)),
+                )
+                known = err, rel, np.zeros(len(which)), *[np.zeros(len(which), bool)] * 2
+                everywhere = float(errors[here][some & (n == 0)].max(initial=0.0)) if whole else 0.0
+            yield i, self._trace(unit, seen, which, known, created.row, everywhere, max(total.row, 0.0),
+                                 not identical, shared=shared[id(seen)])  # fmt: skip
 
     def _trace(
-        self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,
+        self, unit: MeasuredUnit, rows: Union, which: np.ndarray, columns: RowColumns, limit: float,
         everywhere: float = 0.0, allowed: float = 0.0, weak: bool = False, spoilt: bool = False,
         shared: np.ndarray = _NO_KEYS, doubted: np.ndarray = _NO_KEYS,
-    ) -> None:  # fmt: skip
-        rows = self.unions.of(keys)
-        bad, columns = by_key(which, columns, rows)
-        keep = self.shelf.keep
-        bad = bad if bad is rows.seen.keys else keep(bad)
-        err, rel, gain, broken, own = map(keep, columns)
-        role = unit.key[1]
-        parts = unit.parts
+    ) -> TensorErrors:  # fmt: skip
+        bad = which
+        if len(which):
+            bad, columns = by_key(which, columns, rows)
+            keep = self.shelf.keep
+            bad = bad if bad is rows.seen.keys else keep(bad)
+            columns = tuple(map(keep, columns))
+        err, rel, gain, broken, own = columns
+        role, parts = unit.key[1], unit.parts
         settled = isinstance(parts, LazyTable)
         part = parts.first if isinstance(parts, LazyTable) else next((p for p in parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
-        if len(shared):
-            shared, by_part = np.full(len(rows.seen), -1), shared
-            shared[rows.place] = by_part
-        self.traces.append(TensorErrors(
+        return TensorErrors(
             *unit.key, kind_of(role), unit.order, limit, rows.seen, bad, err, everywhere, unit.vision, allowed, weak,
             rel, gain, rounding, unit.columns, part.width if part is not None else 1, broken, own, spoilt, unit.gap,
             shared, few=not settled and any(p.few for p in unit.parts), doubted=doubted,
-        ))  # fmt: skip
+        )  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None or part.skip:
             self.tables.append(Pairs([pair_status.skipped_pair(unit, part)]))
-            self.keys.append(NO_ROWS.keys)
+            self.rows.append(NO_ROWS)
+            self.log.add(NOT_KEPT)
             return
         limits = EXACT
         if is_computed(unit.key[1]) and not part.equal:
@@ -733,7 +789,8 @@ class _Judge:
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         spoilt = part.table is not None and bool(part.table[:, definition.MISMATCH].any())
         everywhere = worst if worst > limits.row else 0.0
-        self._trace(unit, [], _NO_ROWS[0], _NO_ROWS[1:], limits.row, everywhere, spoilt=spoilt)
+        seen = self.unions.of([])
+        self.traces.append(self._trace(unit, seen, _NO_ROWS[0], _NO_ROWS[1:], limits.row, everywhere, spoilt=spoilt))
 
     def _rows_of(self, part: Part) -> RowSet:
         return self.moments.get(part.moment, NO_ROWS) if part.whole else part.rows
@@ -745,32 +802,34 @@ class _Judge:
         """Pairs of ``parts``, in order; errors, limits and notes are of those that were compared. none_judged: ids
         of those of which no row is judged."""
         compared = list(zip([p for p in parts if not p.skip], errors, limits, notes, strict=True))
-        pairs = {id(p): pair for own in (self._equal(unit, [c for c in compared if c[0].identical]),
-                                         self._other(unit, [c for c in compared if not c[0].identical]))
-                 for p, pair in own}  # fmt: skip
+        known = {id(p): (pair, kept) for own in (self._equal(unit, [c for c in compared if c[0].identical]),
+                                                 self._other(unit, [c for c in compared if not c[0].identical]))
+                 for p, pair, kept in own}  # fmt: skip
         found = []
         for part in parts:
-            pair = pairs.get(id(part)) or pair_status.skipped_pair(unit, part)
+            pair, kept = known.get(id(part)) or (pair_status.skipped_pair(unit, part), NOT_KEPT)
             if id(part) in none_judged and not pair.identical:
                 pair = replace(pair, status=SKIP, message=NONE_JUDGED)
             self.replicas += bool(part.replicas)
             rows = NO_ROWS if pair.status == SKIP else self._rows_of(part) if pair.status == FAIL else part.rows
-            self.keys.append(rows.keys)
+            self.rows.append(rows)
+            self.log.add(kept)
             found.append(pair)
         self.tables.append(Pairs(found))
 
-    def _equal(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
-        if not compared:
-            return iter(())
-        parts = [part for part, *_ in compared]
-        floor_of = cache(partial(self.limit_check.floor_of, unit.key))
-        floors = [floor_of(p.phase, 0.0, limit.row, rounding) for p, _, (limit, _, rounding), _ in compared]
-        rows = [limit.row for _, _, (limit, *_), _ in compared]
-        pairs = pair_status.equal_pairs(unit, parts, rows, floors, [note for *_, note in compared])
-        self.log.add_alike(unit.key[1], pairs.column, [p.rows for p in parts], np.zeros(len(parts)))
-        return zip(parts, pairs, strict=True)
+    def _equal(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair, KeptRows]]:
+        alike: dict[PartLimits, list[tuple[Part, str]]] = defaultdict(list)
+        for part, _, limits, note in compared:
+            alike[limits].append((part, note))
+        for (limit, _, rounding), some in alike.items():
+            parts, notes = zip(*some, strict=True)
+            floor_of = partial(self.limit_check.floor_of, unit.key, limit=limit.row, model=rounding)
+            columns = pair_status.PartColumns([unit], [parts])
+            pairs = pair_status.equal_pairs(columns, [limit.row], lambda _, *of, by=floor_of: by(*of), notes)
+            for part, pair in zip(parts, pairs, strict=True):
+                yield part, pair, self.log.kept(pair, part.rows, _NO_ERROR)
 
-    def _other(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair]]:
+    def _other(self, unit: MeasuredUnit, compared: Sequence[_Compared]) -> Iterator[tuple[Part, Pair, KeptRows]]:
         check, setting = self.limit_check, self.measured.setting
         parts = [part for part, *_ in compared]
         metrics = iter(definition.metrics_of_each([p.table for p in parts if p.table is not None]))
@@ -779,8 +838,11 @@ class _Judge:
             floor = check.floor_of(unit.key, part.phase, w[2].get("worst_row_rel_l2"), limit.row, rounding)
             numbers = None if part.table is None else next(metrics)
             pair = pair_status.make_pair(unit, part, error, limit, setting, w, numbers, floor, note)
-            self.log.add(pair, part.rows, error.err)
-            yield part, pair
+            yield part, pair, self.log.kept(pair, part.rows, error.err)
+
+
+def _first(unit: MeasuredUnit) -> Part:
+    return unit.parts.first if isinstance(unit.parts, LazyTable) else unit.parts[0]
 
 
 def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:

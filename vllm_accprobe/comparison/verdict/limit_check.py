@@ -33,6 +33,8 @@ class LimitCheck:
 
     def __init__(self, standard: Standard, unit: float, floor: Calibration | None):
         self.standard, self.unit, self.floor = standard, unit, floor
+        self._known: dict[tuple[float, float, int, int], PartLimits] = {}  # of most layers the same
+        self._operators: dict[int, float] = {}
 
     # --- limits ------------------------------------------------------------------------------------------------
 
@@ -51,18 +53,24 @@ class LimitCheck:
         if is_exact(*dtypes):
             return EXACT, EXACT, None
         unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
-        inside = _inside(unit, part)
-        total = self.standard.total_limits(unit_here, inside, unit.depth)
+        name = unit_here, _inside(unit, part), unit.depth, unit.gap
+        if name not in self._known:
+            self._known[name] = self._of(*name)
+        total, created, rounding = self._known[name]
         measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
-        if measured is not None:
-            total = total.at_least(MARGIN * measured)
-        rounding = unit_here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
-        return total, self.standard.gap_limits(unit_here, inside, unit.gap), rounding
+        return total if measured is None else total.at_least(MARGIN * measured), created, rounding
+
+    def _of(self, rounding: float, inside: float, depth: int, gap: int) -> PartLimits:
+        total, created = self.standard.total_limits(rounding, inside, depth), self.standard.gap_limits
+        return total, created(rounding, inside, gap), rounding * (1.0 + max(depth, 0)) ** self.standard.growth
 
     def operators(self, unit: MeasuredUnit) -> float:
         """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
         that was not captured."""
-        return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
+        if unit.gap not in self._operators:
+            one = self.standard.created_limits(1.0, 1).row
+            self._operators[unit.gap] = self.standard.gap_limits(1.0, 1, unit.gap).row / one
+        return self._operators[unit.gap]
 
     def row_floor(self, parts: Sequence[Part]) -> float:
         """Rows whose norm is below this are not measured against their own norm alone."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from vllm_accprobe.align.data_flow import OUTPUT, PARAM
-from vllm_accprobe.align.tokens import Flip, position, subject
+from vllm_accprobe.align.tokens import Flip, RowSet, position, subject
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.padding import stood_in_padding
@@ -239,10 +239,10 @@ def unproved(c: Origin) -> Origin:
 
 
 def condemn(
-    created: Sequence[Origin], pairs: Pairs, keys: Sequence[np.ndarray], after: Sequence[str] = ()
+    created: Sequence[Origin], pairs: Pairs, rows: Sequence[RowSet], after: Sequence[str] = ()
 ) -> Pairs:  # fmt: skip
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
-    then: one fault is so many times one limit, its origin's, wherever it is reported. keys: of each pair's rows. after:
+    then: one fault is so many times one limit, its origin's, wherever it is reported. rows: of each pair. after:
     of each of ``created`` the beginning of the gap in which it was created, "" where there is none."""
     blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
@@ -252,7 +252,7 @@ def condemn(
     for i in [i for i, name in enumerate(names) if name in blamed]:
         pair = pairs[i]
         for c, since in blamed[pair.tap, pair.role, pair.call]:
-            mask = np.isin(c.keys, keys[i])
+            mask = np.isin(c.keys, rows[i].keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
             skip = pair.status not in (PASS, FAIL) or pair.measure == "created" or pair.identical
@@ -274,7 +274,7 @@ def condemn(
 
 def judge_flips(
     setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Pairs,
-    keys: Sequence[np.ndarray], unrouted: Collection[int] = (),
+    rows: Sequence[RowSet], unrouted: Collection[int] = (),
 ) -> tuple[list[dict[str, Any]], list[OriginEntry], Pairs]:  # fmt: skip
     """(entries of ``tokens.flipped``, the sampler's origins, the pairs with verdicts). unrouted: keys of rows whose
     logits are not judged, because their experts were not compared."""
@@ -307,7 +307,7 @@ def judge_flips(
             ways, left = requested.ways[side], requested.left[side]
             failed.append(_Failed(int(found["key"]), why, requested.sentence(why), ways, left))
     tokens = pairs.having("tap", SAMPLER) & pairs.having("role", TOKEN) & ~pairs.having("status", SKIP)
-    out = {i: pair_status.judged_tokens(pairs[i], [why for key, why in verdicts.items() if key in keys[i]])
+    out = {i: pair_status.judged_tokens(pairs[i], [why for key, why in verdicts.items() if key in rows[i].keys])
            for i in np.flatnonzero(tokens).tolist()}  # fmt: skip
     return entries, _sampler_origins(failed, setting, places), pairs.changed(out)
 

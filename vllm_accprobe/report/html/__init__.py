@@ -8,7 +8,6 @@ Data are gzip as base64. Not here: what is reported (facts.py), the compact form
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,13 +68,13 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         # Names are made safe as in data.py, with the same length, so that a click finds the tap's pairs by its name.
         "depth": {
             "points": [
-                asdict(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
+                vars(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
                 for p in points[:MAX_POINTS]
             ]
         },
         "heat": heat_json(Heat((), (), (), 0) if equal else heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
-        "looks": tensor_details(comparison, {i: k for k, i in enumerate(shown)}, over),
+        "looks": tensor_details(comparison, dict(zip(shown, range(len(shown)), strict=True)), over),
     }
     # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
     two = sections.section("coverage", "Coverage", sections.coverage(comparison))

@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from vllm_accprobe.align.tokens import TokenIds
-from vllm_accprobe.comparison.pair import COLUMNS, Pairs
+from vllm_accprobe.comparison.pair import COLUMNS, ByPlace, Pairs
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.record_table import alike
 from vllm_accprobe.report import facts, verdict_parts
@@ -50,8 +50,12 @@ _NUMBERS = frozenset(
 
 def columns_json(pairs: Pairs) -> str:
     """``{"n": int, "cols": {field: column}}`` as JSON text that is safe inside a script element."""
-    columns = ((name, pairs.column(name)) for name in COLUMNS)
-    texts = once(lambda name, values: _column(name, values, pairs.failed), columns, _FINE.__contains__)
+    columns = {name: pairs.column(name) for name in COLUMNS}
+    values = ((name, c.values if isinstance(c, ByPlace) else c) for name, c in columns.items())
+    texts = once(
+        lambda name, _: _column(name, columns[name], pairs.failed, pairs.places_in_order), values,
+        lambda name: (name in _FINE, isinstance(columns[name], ByPlace)),
+    )  # fmt: skip
     cols = ",".join(f"{json.dumps(name)}:{text}" for name, text in zip(COLUMNS, texts, strict=True))
     return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
 
@@ -70,7 +74,15 @@ def inert(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _column(name: str, values: Sequence[Any], bad: np.ndarray) -> str:
+def _column(name: str, values: Sequence[Any], bad: np.ndarray, order: Sequence[int]) -> str:
+    """order: places as they come."""
+    which: np.ndarray | None = None
+    if isinstance(values, ByPlace) and (name not in _NUMBERS or bad.all() or not bad.any()):
+        number = np.empty(len(values.values), np.int64)
+        number[order] = np.arange(len(order))
+        which, bad = number[values.which], bad[: len(order)]
+        values = [values.values[i] for i in order]
+    values = list(values) if isinstance(values, ByPlace) else values  # of numbers some have three digits, some six
     same = alike(values)
     if name in _NUMBERS:
         if same and len(set(bad.tolist())) == 1:  # written once, as it would be below
@@ -78,20 +90,22 @@ def _column(name: str, values: Sequence[Any], bad: np.ndarray) -> str:
         cells = _numbers(values, bad, *((".7g", ".10g") if name in _FINE else (".3g", ".6g")))
         if len(set(cells)) <= 1:
             return f'{{"c":{cells[0] if cells else "null"}}}'
-        return f'{{"v":[{",".join(cells)}]}}'
+        return f'{{"v":[{",".join(cells if which is None else map(cells.__getitem__, which.tolist()))}]}}'
     values = values[:1] if same else values
     # Keyed by type, too, where there are several: True, 1 and "1" are three texts.
     kinds = set(map(type, values)) - {type(None)}
     one = len(kinds) <= 1 and list not in kinds
     keys = values if one else [(type(v), tuple(v) if type(v) is list else v) for v in values]
-    known = dict(zip(dict.fromkeys(keys), map(str, range(len(keys))), strict=False))
+    known = dict(zip(dict.fromkeys(keys), range(len(keys)), strict=False))
     plain = _plain_texts(known)
     if plain is None:
         texts = [_text(key if one else key[1], " × " if name == "shape" else ", ") for key in known]
         if len(texts) <= 1:
             return f'{{"c":{script_json(texts[0] if texts else None)}}}'
         plain = script_json(texts)
-    return f'{{"d":{plain},"i":[{",".join(map(known.__getitem__, keys))}]}}'
+    numbers = np.fromiter(map(known.__getitem__, keys), np.int64, len(keys))
+    numbers = numbers if which is None else numbers[which]
+    return f'{{"d":{plain},"i":{orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY).decode()}}}'
 
 
 def _plain_texts(texts: Collection[Any]) -> str | None:
@@ -107,15 +121,13 @@ def _numbers(values: Sequence[Any], bad: np.ndarray, short: str, long: str) -> l
     kinds = set(map(type, values))
     if kinds <= {int, type(None)}:
         return repr(list(values))[1:-1].replace("None", "null").split(", ") if values else []
-    cells = [""] * len(values)
-    if not kinds <= {float}:
+    if kinds <= {float} and not bad.any():
+        cells, floats = (f"%{short}," * len(values) % tuple(values)).split(",")[:-1], list(range(len(values)))
+    else:
         cells = each(values, lambda v: "null" if v is None else str(int(v)) if isinstance(v, (bool, int)) else "")
-    floats = [i for i, cell in enumerate(cells) if not cell]
-    good, worse = ([i for i in floats if bad[i] == which] for which in (False, True)) if bad.any() else (floats, [])
-    for digits, at in ((short, good), (long, worse)):
-        texts = (f"%{digits}," * len(at) % tuple(values if len(at) == len(values) else [values[i] for i in at]))
-        for i, text in zip(at, texts.split(","), strict=False):
-            cells[i] = text
+        floats, which, digits = [i for i, cell in enumerate(cells) if not cell], bad.tolist(), (f"%{short}", f"%{long}")
+        for i in floats:
+            cells[i] = digits[which[i]] % values[i]
     for i in np.flatnonzero(~np.isfinite(np.array([values[i] for i in floats], np.float64))).tolist():
         cells[floats[i]] = f'"{nonfinite(values[floats[i]])}"'
     return cells
@@ -325,10 +337,10 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
     shown = table.failed | ~table.those("role", lambda role: role.startswith("input"))
     np.fmax.at(worst, tap[shown], table.severities[shown])
     failed = np.bincount(tap[table.failed], minlength=len(names))
-    classes = dict(zip(reversed(table.column("tap")), reversed(table.column("cls")), strict=True))
+    firsts, classes = np.unique(tap, return_index=True)[1].tolist(), table.column("cls")
     columns = (c.tolist() for c in (first, worst, failed, pairs))
-    taps = [[safe(name, NAME), safe(classes[name] or "", 80), *one]
-            for name, *one in zip(names, *columns, strict=True)]  # fmt: skip
+    taps = [[safe(name, NAME), safe(classes[at] or "", 80), *one]
+            for name, at, *one in zip(names, firsts, *columns, strict=True)]  # fmt: skip
     rows = sorted(taps, key=lambda e: (e[2], e[0]))
     return {
         "taps": [[*e[:3], _short_number(e[3]), *e[4:]] for e in rows],
@@ -398,15 +410,19 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
         at, own = at[order[rank < MAX_ROWS]], own[rank < MAX_ROWS]
         for i in np.unique(own).tolist():
             out[str(page_index[int(selected[i])])] = [int(n[i])]
-        columns = (selected[own], *(c[at] for c in (rows.request, rows.position, rows.decode, rows.error, over)))
-        for i, who, place, decode, error, ratio in zip(*(c.tolist() for c in columns), strict=True):
-            phase = "decode" if decode else "prefill"
-            out[str(page_index[i])].append([labels[who], place, phase, _short_number(error), _short_number(ratio)])
+        columns = (c[at].tolist() for c in (rows.request, rows.position, rows.decode))
+        numbers = map(_values, (rows.error[at], over[at]))
+        for i, who, place, decode, *both in zip(selected[own].tolist(), *columns, *numbers, strict=True):
+            out[str(page_index[i])].append([labels[who], place, "decode" if decode else "prefill", *both])
     return out
 
 
 def _values(values: np.ndarray) -> list[Any]:
-    return [_short_number(float(v)) for v in values]
+    """`_short_number` of each, all at once."""
+    found: list[Any] = list(map(float, ("%.4g," * len(values) % tuple(values.tolist())).split(",")[:-1]))
+    for i in np.flatnonzero(~np.isfinite(values)).tolist():
+        found[i] = nonfinite(found[i])
+    return found
 
 
 def _short_number(value: float, digits: int = 4) -> Any:

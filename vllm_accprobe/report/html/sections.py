@@ -14,8 +14,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import compress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vllm_accprobe.judge.origins import OriginEntry
 from vllm_accprobe.report import facts, verdict_parts
@@ -396,7 +397,7 @@ def _failed_figures(comparison: Comparison) -> list[_Figure]:
 
 def _covered_figures(comparison: Comparison) -> list[_Figure]:
     c, classes = comparison.counts, verdict_parts.entries(comparison)
-    taps = set(compress(comparison.table.column("tap"), ~comparison.table.having("status", "skip")))
+    taps, _ = comparison.table.numbered("tap", np.flatnonzero(~comparison.table.having("status", "skip")))
     layers = {layer_of(tap) for tap in taps} - {None}
     rows, checked, compared = (sum(int(e.get(k) or 0) for e in classes) for k in ("rows", "checked", "compared"))
     left = f"; {rows - checked - compared:,} neither" if rows > checked + compared else ""
