@@ -136,8 +136,10 @@ def test_a_journal_that_is_another_one_is_read_from_its_beginning(tmp_path: Path
 def test_lines_that_are_bad_are_counted_once(tmp_path: Path, whole: Path) -> None:
     journal, lines = copied(whole, tmp_path / "d")
     growing = GrowingDump(tmp_path / "d")
+    append(journal, b"".join(lines[:3]))
+    growing.look()
     for bad in (b"no JSON\n", b'{"event":"smell"}\n', b'{"event":' * 3 + b"\n"):
-        append(journal, lines.pop(0) + bad)
+        append(journal, lines.pop() + bad)
         assert what(growing.look()) == what(open_dump(tmp_path / "d"))
     assert growing.look().bad_lines == {0: 2}
-    assert "(first: line 2: " in "\n".join(growing.look().problems)
+    assert "(first: line 5: " in "\n".join(growing.look().problems)
