@@ -42,13 +42,21 @@ from preloaded_vllm import preloaded
 from tiny_model import VOCAB, make
 from vllm_server import ENV, Server
 
+from vllm_accprobe.capture.states.schedule import MORE, RECENT
 from vllm_accprobe.dump.reader import open_dump
 
 PARTS = ("requests", "kills", "disk", "online")
 SERVED = ("--enforce-eager", "--max-num-seqs=24", "--kv-cache-memory-bytes=64M")
 """Eager, as the probe makes its engine by default."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Two threads of a tiny model wait for each other longer than they compute, on a machine that others use."""
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}  # fmt: skip
+"""Two threads of a tiny model wait for each other longer than they compute, on a machine that others use. oneDNN keeps
+1,024 products by shape, 0.1 MB each: without the probe 29,000 bytes a request for thousands of requests; 64 are full
+within 240."""
+FILLED = RECENT + MORE
+"""Requests after which the last of the probe's stores that are bounded by a count of requests has reached its bound
+(states/schedule.py; 0.3 KB a request before). A slope is taken from there on."""
 EVERY = 100
 """Requests between two samples of memory."""
 TURN = 1
@@ -210,9 +218,10 @@ class Memory:
         self.add(done, info.rss - info.shared, self.process.num_threads(), self.process.num_fds())
 
     def slope(self) -> tuple[float, float]:
-        """Bytes a request and their standard error, by least squares over means of five samples, the first fifth left
-        out: single samples follow each other too closely for an error of their own."""
-        skip = len(self.done) // 5
+        """Bytes a request and their standard error, by least squares over means of five samples, the first fifth and
+        the first FILLED requests left out: single samples follow each other too closely for an error of their own. NaN,
+        which is a failure, for fewer than 20 samples of the rest."""
+        skip = max(len(self.done) // 5, sum(done < FILLED for done in self.done))
         blocks = (len(self.done) - skip) // 5
         if blocks < 4:
             return float("nan"), float("nan")

@@ -78,6 +78,14 @@ def test_a_second_engines_dump_is_seen_and_an_older_one_is_not(tmp_path: Path) -
     assert watcher.poll().ranks == 2
 
 
+@pytest.mark.parametrize("reason", [b"[" * 100_000, b'"x', b"1}"], ids=("deep", "torn", "a number"))
+def test_the_reason_of_a_hostile_journal_is_unknown(tmp_path: Path, reason: bytes) -> None:
+    one = RankProgress(tmp_path / "journal.jsonl")
+    one.path.write_bytes(b'{"event":"stop","reason":' + reason + b"\n")
+    one.poll()
+    assert one.stop == ("1" if reason == b"1}" else "unknown")
+
+
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\n", b"{" * 100, b'{"event":"stop"\n'])
 def test_odd_journals(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "d" / "rank0000").mkdir(parents=True)

@@ -345,6 +345,11 @@ def _put(seen: dict[int, list[tuple[np.ndarray, np.ndarray]]], space: RowSpace, 
         seen.setdefault(s.req, []).append((np.arange(s.pos + on, s.pos + on + s.n), ids[rows]))
 
 
+def is_sampled_token(tap: str, role: str) -> bool:
+    """Whether these tensors are the tokens that a sampler chose, of which later steps have a history."""
+    return (tap, role) == (_SAMPLER, _TOKEN)
+
+
 class SampledHistory:
     def __init__(self, dump: Any, rank: int):
         self._dump, self._rank = dump, rank
@@ -421,7 +426,7 @@ class SampledHistory:
         for (rank, _, name), space in self._dump.rows.items():
             if rank == self._rank and name == TOKENS and len(space.ids) == space.n:
                 _put(seen, space, np.array(space.ids, np.int64), 0)
-        for r in of_sites(self._dump.records, lambda site: (site.tap, site.role) == (_SAMPLER, _TOKEN)):
+        for r in of_sites(self._dump.records, lambda site: is_sampled_token(site.tap, site.role)):
             if r.rank != self._rank or r.step is None or r.payload is None:
                 continue
             space = self._dump.rows.get((self._rank, r.step, LOGITS))

@@ -327,11 +327,13 @@ _PIECE = 1 << 16
 """Bytes of a line that are read at once: few lines are longer, and some hundred lie in memory together."""
 
 
-def journal_lines(path: Path, most: int) -> Iterator[tuple[int, list[bytes], int]]:
-    """(number from 1 of the first, up to ``most`` lines, their length). A line longer than MAX_LINE comes alone and is
-    not there; a last line without a newline is torn, and comes alone with number 0. Raises OSError."""
+def journal_lines(path: Path, most: int, number: int = 1, at: int = 0) -> Iterator[tuple[int, list[bytes], int]]:
+    """(number of the first, up to ``most`` lines, their length). number, at: of the line to begin with, and where it
+    is. A line longer than MAX_LINE comes alone and is not there; a last line without a newline is torn, and comes alone
+    with number 0. Raises OSError."""
     with os.fdopen(open_regular(path), "rb", buffering=1 << 20) as f:
-        number, more = 1, partial(f.readline, min(_PIECE, MAX_LINE))
+        f.seek(at)
+        more = partial(f.readline, min(_PIECE, MAX_LINE))
         while lines := list(islice(iter(more, b""), most)):
             if not all(map(_WHOLE, lines)):
                 pieces, lines = iter(lines), []

@@ -19,7 +19,7 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -56,6 +56,7 @@ from vllm_accprobe.dump.record_table import (
     BATCH,
     ChosenRecords,
     RecordTable,
+    TensorSite,
     TensorSites,
     joined,
     numbers_of,
@@ -236,6 +237,8 @@ _LISTED = {"state": "states", "cached": "cached", "armed": "armed"}
 """By kind of line: the dump's list of (rank, value)."""
 _LATEST = {"states": "state_totals", "end": "ends"}
 """By kind of line: the dump's dict by rank, in which a later line replaces an earlier one."""
+_CHECKED = ("site", "seg", "lost")
+"""The columns in which a check of records against the files changes something."""
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""
 
@@ -259,39 +262,61 @@ def _parse(line: bytes) -> Any:
 
 class RankReader:
     """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of rows of no request. sites:
-    those of all ranks."""
+    those of all ranks. at: bytes of whole lines that were read, ``number`` that of the line behind them."""
 
     def __init__(self, dump: Dump, rank: int, sites: TensorSites):
         self.dump, self.rank, self.sites = dump, rank, sites
         self.directory = dump.path / rank_dir(rank)
         self.table = self.padding = RecordTable.joined(sites, [])
         self.ops: list[OpCall] = []
+        self.skips: list[Skip] = []
         self.lists: dict[str, list[Any]] = {
-            "op": self.ops, "skip": dump.skips, "life": dump.lives.events, "weight": dump.lives.prints,
+            "op": self.ops, "skip": self.skips, "life": dump.lives.events, "weight": dump.lives.prints,
         }  # fmt: skip
         self.bad: list[tuple[int, str]] = []
         self.unknown: Counter[str] = Counter()
         self.torn = 0
         self.unreadable: str | None = None
+        self.at, self.number = 0, 1
+        self._last = b""
         self._parts: list[RecordTable] = []
 
-    def read(self) -> None:
-        """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
+    def continues(self) -> bool:
+        """Whether the journal still has the line that was read last where it was."""
         try:
-            for number, lines, length in journal_lines(self.directory / JOURNAL, BATCH):
+            with os.fdopen(open_regular(self.directory / JOURNAL), "rb", buffering=0) as f:
+                return os.pread(f.fileno(), len(self._last), self.at - len(self._last)) == self._last
+        except OSError:
+            return False
+
+    def read(self, after: int, kept: Callable[[TensorSite], bool]) -> None:
+        """Reads the journal on to its end, or to where it is torn; what is not understood is counted. after, kept: as
+        in `GrowingDump.look`."""
+        self.torn, self.unreadable = 0, None
+        try:
+            for number, lines, length in journal_lines(self.directory / JOURNAL, BATCH, self.number, self.at):
                 if not number:
                     self.torn = length
-                elif lines:
+                    break
+                if lines:
                     self._lines(number, lines)
                 else:
                     self.bad.append((number, f"{length} bytes long"))
+                self.at, self.number = self.at + length, number + (len(lines) or 1)
+                self._last = lines[-1] if lines else b""
         except OSError as error:
             self.unreadable = error.strerror or str(error)
-        table = RecordTable.joined(self.sites, self._parts)
-        self._parts.clear()
+        read = RecordTable.joined(self.sites, self._parts)
+        if after >= 0:
+            read = read.only((read.columns["step"] > after) | read.of_sites(kept))
+            self.ops[:] = [op for op in self.ops if op.step is None or op.step > after]
+        self._parts = [read]
+        # The next look begins with what was read: what the files do not hold now they may hold then.
+        table = RecordTable(self.sites, read.columns | {name: read.columns[name].copy() for name in _CHECKED})
         if gone := superseded(self.ops):
             table = table.only(np.array([(r.step, r.tap, r.call) not in gone for r in table], bool))
         self.table = table
+        self.dump.skips += self.skips
         self._check_payloads()
         self._check_rows()
         padding = self.table.of_sites(lambda site: site.rows == PADDING)
@@ -464,41 +489,67 @@ _RANK = re.compile(r"rank(\d{4,9})", re.ASCII)
 
 def open_dump(path: str | Path) -> Dump:
     """Opens the dump at ``path`` and reads all journals, no payload. Raises DumpError, one clear line."""
-    path = Path(path)
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        raise DumpError(f"{path} {what}: expected the directory that VLLM_ACCPROBE_DIR named")
-    run, missing_run = _read_run(path)
-    dump = Dump(path, run)
-    ranks: list[int] = []
-    unexpected: list[int] = []
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                match = _RANK.fullmatch(entry.name)
-                if match and entry.name == rank_dir(int(match[1])):
-                    (ranks if entry.is_dir(follow_symlinks=False) else unexpected).append(int(match[1]))
-    except OSError as e:
-        raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
-    if missing_run and not ranks:
-        raise DumpError(f"{path} is no dump of accprobe: it has neither {RUN_JSON} nor a rank directory; "
-                        "name the directory that VLLM_ACCPROBE_DIR named")  # fmt: skip
-    if missing_run:
-        dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
-    for r in sorted(unexpected):
-        dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
-    dump.ranks = tuple(sorted(ranks))
-    sites = TensorSites()
-    readers = [RankReader(dump, rank, sites) for rank in dump.ranks]
-    for journal_of in readers:
-        journal_of.read()
-    dump.padding = RecordTable.joined(sites, [r.padding for r in readers])
-    dump.records = readers[0].table if len(readers) == 1 else RecordTable.joined(sites, [r.table for r in readers])
-    if not ranks:
-        dump.problems.append("no rank has written anything")
-    elif absent := _absent_ranks(dump):
-        dump.problems.append(absent)
-    return dump
+    return GrowingDump(path).look()
+
+
+class GrowingDump:
+    """A dump that is read while it grows. Ranks may come, segments get their names, a journal may be repaired; where
+    one is another than what was read, all are read from their beginning."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._dump, self._sites = Dump(self.path, {}), TensorSites()
+        self._readers: dict[int, RankReader] = {}
+
+    def look(self, after: int = -1, kept: Callable[[TensorSite], bool] = lambda site: site.parameter) -> Dump:
+        """The dump as it is now, the same object each time: of the journals only new lines are read. after: records and
+        operator calls of the steps up to this one are let go, but records of sites that are ``kept``, and are in no
+        later look. Raises DumpError, one clear line."""
+        path = self.path
+        if not path.is_dir():
+            what = "is not a directory" if path.exists() else "does not exist"
+            raise DumpError(f"{path} {what}: expected the directory that VLLM_ACCPROBE_DIR named")
+        run, missing_run = _read_run(path)
+        ranks: list[int] = []
+        unexpected: list[int] = []
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    match = _RANK.fullmatch(entry.name)
+                    if match and entry.name == rank_dir(int(match[1])):
+                        (ranks if entry.is_dir(follow_symlinks=False) else unexpected).append(int(match[1]))
+        except OSError as e:
+            raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
+        if missing_run and not ranks:
+            raise DumpError(f"{path} is no dump of accprobe: it has neither {RUN_JSON} nor a rank directory; "
+                            "name the directory that VLLM_ACCPROBE_DIR named")  # fmt: skip
+        if not all(rank in ranks and known.continues() for rank, known in self._readers.items()):
+            self._begin()
+        dump = self._dump
+        dump.close()
+        dump.run, dump.ranks = run, tuple(sorted(ranks))
+        for made_anew in (dump.ops, dump.skips, dump.problems, dump.unread, dump.data, dump.bad_lines):
+            made_anew.clear()
+        if missing_run:
+            dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
+        for r in sorted(unexpected):
+            dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
+        for rank in dump.ranks:
+            if rank not in self._readers:
+                self._readers[rank] = RankReader(dump, rank, self._sites)
+            self._readers[rank].read(after, kept)
+        readers = [self._readers[rank] for rank in dump.ranks]
+        dump.padding = RecordTable.joined(self._sites, [r.padding for r in readers])
+        tables = [r.table for r in readers]
+        dump.records = tables[0] if len(tables) == 1 else RecordTable.joined(self._sites, tables)
+        if not ranks:
+            dump.problems.append("no rank has written anything")
+        elif absent := _absent_ranks(dump):
+            dump.problems.append(absent)
+        return dump
 
 
 def _absent_ranks(dump: Dump) -> str:

@@ -1,11 +1,11 @@
 """The process that checks calls while they come, and gives the rows of an offline check in the end.
 
-The problem: opcheck goes tap by tap over a complete dump; here a dump grows step by step. The idea: in each round the
-copy is opened again, and only the steps that are complete on all ranks and not checked yet are taken; what each tap has
-added up so far (pools, and what attention reads of earlier steps) is kept. In the end, a tap that has the same calls
-with the same tensors in the complete dump keeps its rows; any other is checked once more from the beginning. Where
-limits depend on how many outputs there will be, and a followed dump does not say, the rows of the rounds are warnings,
-and opcheck makes the table.
+The problem: opcheck goes tap by tap over a complete dump; here a dump grows step by step. The idea: each round reads
+the copy's journals on from where the last one ended, and takes only the steps that are complete on all ranks and not
+checked yet; what each tap has added up so far (pools, and what attention reads of earlier steps) is kept. In the end, a
+tap that has the same calls with the same tensors in the complete dump keeps its rows; any other is checked once more
+from the beginning. Where limits depend on how many outputs there will be, and a followed dump does not say, the rows of
+the rounds are warnings, and opcheck makes the table.
 
 Not here: when a round begins (serving.py).
 """
@@ -23,7 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.align.tokens import is_sampled_token
+from vllm_accprobe.dump.reader import Dump, GrowingDump
+from vllm_accprobe.dump.record_table import TensorSite
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.judge.statistic import BUDGET, RATE, Budget
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
@@ -58,14 +60,19 @@ class KeptPasts(Neighbours):
 
 
 class ArrivingCalls(Calls):
-    """pasts: what attention looks back at, which this adds to; keeps: of the first round, None in it."""
+    """pasts: what attention looks back at, and children: taps below each one that any round has seen; this adds to
+    both. keeps: of the first round, None in it."""
 
     def __init__(
-        self, dump: Dump, model: Path | None, pasts: dict[tuple[int, str], Past], keeps: Mapping[str, str] | None
+        self, dump: Dump, model: Path | None, pasts: dict[tuple[int, str], Past],
+        children: dict[tuple[int, str], list[str]], keeps: Mapping[str, str] | None,
     ):  # fmt: skip
         super().__init__(dump, model)
         self._kept = self._neighbours = KeptPasts(self, pasts)
         self._keeps = keeps
+        for key, below in self.children.items():
+            children[key] = list(dict.fromkeys([*children.get(key, ()), *below]))
+        self.children = children
 
     def only(self, low: int, high: int) -> None:
         """Leaves the calls of the steps from low + 1 to high, with all that lies beside them in these steps."""
@@ -99,6 +106,8 @@ class ArrivingJob(OpenJob):
         self._pools: dict[Key, Pools] = {}
         self._causes_at: dict[Key, Any] = {}
         self._pasts: dict[Key, Past] = {}
+        self._children: dict[Key, list[str]] = {}
+        self._growing = GrowingDump(job.dump)
         self._ranks: tuple[int, ...] = ()
         self._keeps: Mapping[str, str] | None = None
         self._later = False
@@ -107,11 +116,12 @@ class ArrivingJob(OpenJob):
         """Checks what is complete and new; says what fails. ranks: that are to come; ended: that are all here. The last
         word has how many calls were checked so far."""
         begun = time.monotonic()
-        dump = open_dump(Path(self.job.dump))
+        dump = self._growing.look(self.low, _looked_back_at)
         high = _complete(dump, ranks, ended)
         opened = time.monotonic() - begun
         if high > self.low:
-            calls = ArrivingCalls(dump, Path(self.job.model) if self.job.model else None, self._pasts, self._keeps)
+            model = Path(self.job.model) if self.job.model else None
+            calls = ArrivingCalls(dump, model, self._pasts, self._children, self._keeps)
             calls.only(self.low, high)
             self.calls, self.low = calls, high
             self._ranks = self._ranks or dump.ranks
@@ -188,6 +198,11 @@ class ArrivingJob(OpenJob):
         if self.source is None and self.options.standard == OURS and tap[:2] in self._pools:
             for row in self._pools[tap[:2]].rows(self.budget):
                 yield {"row": row.to_plain()}
+
+
+def _looked_back_at(site: TensorSite) -> bool:
+    """Whether records of earlier steps are read for calls of later ones, besides what `Past` has."""
+    return site.parameter or is_sampled_token(site.tap, site.role)
 
 
 def _complete(dump: Dump, ranks: Sequence[int], ended: Sequence[int]) -> int:

@@ -87,7 +87,7 @@ class RankProgress:
 def _reason(line: bytes) -> str:
     try:
         reason = json.loads(line).get("reason", "")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "unknown"
     return str(reason)[:300]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RECENT, RESUMED, STATE, CacheGroup, Schedule
+from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, MORE, RECENT, RESUMED, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import FOREIGN, FREED, STALE, STRANGE
 from vllm_accprobe.dump.schema import Image
@@ -124,6 +124,126 @@ def test_a_block_of_other_positions_and_one_that_is_not_filled() -> None:
     assert unfilled == [(STALE, "nothing yet", 1, 1, "a")]
 
 
+def keys_of(prompt, images=()) -> tuple[list[int], list[int]]:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3]]}, counts={"a": 1}, new=[NewRequest("a", prompt, len(prompt), images)])
+    keys, pictures = schedule.prompt_keys(schedule.requests["a"], 0)
+    return keys.tolist(), pictures.tolist()
+
+
+def test_a_blocks_key_is_that_of_all_tokens_up_to_its_end() -> None:
+    keys, pictures = keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(keys) == 2  # the third block is not whole
+    assert 0 not in keys
+    assert pictures == [1, 1]
+    assert keys_of([1, 2, 3, 4, 5, 6, 7, 8])[0] == keys
+    assert keys_of([1, 2, 3, 4, 9, 6, 7, 8])[0][0] == keys[0]
+    assert not set(keys_of([0, 2, 3, 4, 5, 6, 7, 8])[0]) & set(keys)  # the second block, too
+
+
+@pytest.mark.parametrize(("at", "n", "blocks"), [(0, 4, [0]), (3, 2, [0, 1]), (4, 4, [1]), (4, 9, [1, 2]), (2, 1, [0])])
+def test_a_blocks_key_of_images_has_those_that_lie_in_it_and_before(at: int, n: int, blocks: list[int]) -> None:
+    pictures = [1, *keys_of(range(12), (Image("x", at, n),))[1]]
+    assert [i for i in range(3) if pictures[i + 1] != pictures[i]] == blocks
+    assert keys_of(range(12), (Image("y", at, n),))[1][-1] != pictures[-1]
+    both = keys_of(range(12), (Image("w", 0, 1), Image("x", at, n)))[1]
+    assert both[-1] not in (pictures[-1], keys_of(range(12), (Image("v", 0, 1), Image("x", at, n)))[1][-1])
+
+
+@pytest.mark.parametrize("group", [CacheGroup(STATE, 4, aligned=True), CacheGroup(KV, 4, watched=False)])
+def test_of_states_and_of_blocks_that_are_not_understood_nothing_is_concluded(group: CacheGroup) -> None:
+    assert reads(Schedule([group], 10), request("a", adapter="a1"), request("b")) == []
+
+
+def test_neighbouring_blocks_of_one_owner_that_are_wrong_alike_are_one_finding() -> None:
+    schedule = Schedule([PAGED], 20)
+    for name, blocks in (("a", [1, 2, 3, 4]), ("b", [5, 6])):
+        begun(schedule, 0, {name: [blocks]}, counts={name: 4 * len(blocks)},
+              new=[NewRequest(name, range(16), 16, (), adapter="a1")])  # fmt: skip
+    mine = NewRequest("c", range(32), 32, ())
+    arrivals, _ = begun(schedule, 1, {"c": [[1, 2, 5, 6, 0, 4, 7]]}, counts={"c": 4}, starts={"c": 24}, new=[mine])
+    found = schedule.unexpected(arrivals[0])
+    assert [(f.column, f.last, f.block, schedule.names[f.taken], f.taken_step) for f in found] == [
+        (0, 1, 1, "a", 0), (2, 3, 5, "b", 0), (5, 5, 4, "a", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompts", "table", "start", "expected"),
+    [
+        ((range(8), range(8)), [3, 7], 8, []),
+        ((range(8), [*range(7), 9]), [3, 7], 8, [(STRANGE, "other tokens", 1)]),
+        ((range(8), range(8)), [5, 3], 8, [(STRANGE, "other positions", 1)]),  # block 5: nobody has computed it
+        ((range(8), range(6)), [3, 7], 6, []),  # the second block is not all prompt: of neither
+        ((range(6), range(8)), [3, 7], 8, []),
+    ],
+)
+@pytest.mark.parametrize("filled", [False, True])
+def test_blocks_of_a_step_before_and_of_the_same_one(prompts, table, start, expected, filled: bool) -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 8}, prompts={"a": prompts[0]})
+    if filled:
+        schedule.filled(0, schedule.requests["a"])
+    arrivals, _ = begun(schedule, 1, {"b": [table]}, counts={"b": 1}, starts={"b": start}, prompts={"b": prompts[1]})
+    assert [(f.kind, f.why, f.column) for f in schedule.unexpected(arrivals[0])] == expected
+
+
+def test_a_name_that_comes_again_is_another_request() -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3]]}, counts={"a": 4}, prompts={"a": range(4)})
+    schedule.ended(["a"])
+    arrivals, _ = begun(schedule, 1, {"a": [[5]], "b": [[3]]}, counts={"a": 4, "b": 1}, starts={"b": 4},
+                        prompts={"a": [9] * 4, "b": range(8)})  # fmt: skip
+    assert schedule.unexpected(arrivals[0]) == []
+
+
+def test_a_resumed_request_may_find_its_own_block_anywhere() -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 8}, prompts={"a": range(8)})
+    arrivals, _ = begun(schedule, 1, {"a": [[7, 8]]}, counts={"a": 1}, starts={"a": 4})
+    assert [(a.event, schedule.unexpected(a)) for a in arrivals] == [(RESUMED, [])]
+
+
+def test_states_and_prompts_that_are_not_known_fill_nothing() -> None:
+    schedule = Schedule([PAGED, CacheGroup(STATE, 4, aligned=True)], 10)
+    begun(schedule, 0, {"a": [[3], [4]], "b": [[5], [6]]}, counts={"a": 4, "b": 4}, prompts={"a": range(4)})
+    for name in "ab":
+        for group in (0, 1):
+            schedule.filled(group, schedule.requests[name])
+    assert [np.flatnonzero(content).tolist() for content in schedule.content] == [[3], []]
+
+
+def test_only_an_owners_own_rows_fill_its_block() -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 6}, prompts={"a": range(8)})
+    begun(schedule, 1, {"b": [[7]]}, counts={"b": 4, "a": 2}, starts={"a": 6}, prompts={"b": range(4, 8)})
+    a, b = schedule.requests["a"], schedule.requests["b"]
+    schedule.filled(0, a)
+    assert schedule.content[0][7] == 0
+    schedule.filled(0, b)
+    assert schedule.content[0][7] == schedule.prompt_keys(b, 0)[0][0]
+    assert schedule.pictures[0][7] == 1
+
+
+def test_a_block_is_filled_when_its_last_row_is_written() -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 3}, prompts={"a": range(8)})
+    one = schedule.requests["a"]
+    for start, n, whole in ((0, 3, []), (3, 1, [3]), (4, 3, [3]), (7, 1, [3, 7])):
+        begun(schedule, 1, counts={"a": n}, starts={"a": start})
+        schedule.filled(0, one)
+        assert np.flatnonzero(schedule.content[0]).tolist() == whole
+        assert [schedule._filled_with(0, block) != (0, 0) for block in (3, 7)] == [3 in whole, 7 in whole]
+
+
+@pytest.mark.parametrize(("done", "start", "stale"), [(3, 4, True), (4, 4, False), (3, 3, False), (2, 3, True)])
+def test_a_hit_needs_the_rows_that_it_reads(done: int, start: int, stale: bool) -> None:
+    schedule = Schedule([PAGED], 10)
+    begun(schedule, 0, {"a": [[3]]}, counts={"a": done}, new=[request("a")])
+    arrivals, _ = begun(schedule, 1, {"b": [[3]]}, counts={"b": 1}, starts={"b": start}, new=[request("b")])
+    assert [f.why for f in schedule.unexpected(arrivals[0])] == ["nothing yet"] * stale
+
+
 def test_a_prefix_of_the_same_step_is_known_by_its_owner() -> None:
     schedule = Schedule([PAGED], 10)
     arrivals, _ = begun(
@@ -217,7 +337,7 @@ def test_of_ended_requests_those_stay_that_a_block_may_name() -> None:
         schedule.forget([writer])
     assert sorted(set(schedule.names) - set(range(RECENT, 3 * RECENT))) == [5, 7, 9]
     assert schedule.names.keys() == schedule.done.keys() == schedule.req.keys()
-    assert len(schedule.names) <= 2 * RECENT + 3
+    assert len(schedule.names) <= RECENT + MORE + 3
     assert schedule.contexts[schedule.context[1]] == ("", "s5")
     assert len(schedule.contexts) <= RECENT + 3
 
@@ -236,8 +356,8 @@ def test_an_old_request_that_has_just_ended_is_known_while_numbers_of_it_arrive(
         return len(schedule.names) < known
 
     number = next(n for n in range(3 * RECENT) if one_more(n))
-    for more in range(number + 1, number + RECENT - 1):
+    for more in range(number + 1, number + MORE - 1):
         assert not one_more(more)
     schedule.ended(["r0"])  # its block has another owner, and a device has not said yet who wrote it
-    assert any(one_more(more) for more in range(number + RECENT - 1, number + RECENT + 3))
+    assert any(one_more(more) for more in range(number + MORE - 1, number + MORE + 3))
     assert schedule.names[0] == "r0"

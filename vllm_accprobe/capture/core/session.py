@@ -653,7 +653,7 @@ class Session:
         site = sites[role] = Site(tensor, template, head, ranges, dim, name, form, part, known)
         if key is not None:
             if len(site.earlier) >= _EARLIER:
-                site.earlier.clear()
+                del site.earlier[next(iter(site.earlier))]
             site.earlier[key] = site
         return site
 

@@ -98,8 +98,10 @@ class BlockArrival:
 
 
 RECENT = 1024
-"""Chosen: requests that began or ended last, which stay known whatever blocks say; besides those that blocks name, at
-most as many more, 0.3 KB each."""
+"""Chosen: requests that began or ended last, which stay known whatever blocks say."""
+MORE = RECENT // 4
+"""Chosen: how many more are known at most, besides those that blocks name, before they are looked through; 0.3 KB
+each."""
 
 
 class Schedule:
@@ -126,7 +128,7 @@ class Schedule:
         """(adapter, salt) of requests; the first one is that of requests that have neither."""
         self._context_of = {("", ""): 0}
         self._next = self._next_context = 0
-        self._most = 2 * RECENT
+        self._most = RECENT + MORE
         self.done: dict[int, int] = {}
         """By number, how many positions a request has computed, those of this step included."""
         self.req: dict[int, int] = {}
@@ -151,13 +153,16 @@ class Schedule:
         if len(self.names) < self._most:
             return
         live = list(self.requests.values())
-        used = {one.number for one in live}.union(*(np.unique(of).tolist() for of in (self.taker, *writers)))
-        for number in [n for n in list(self.names)[:-RECENT] if n not in used]:
+        old = np.array(list(self.names)[:-RECENT], np.int64)
+        used = np.isin(old, [one.number for one in live])
+        for of in (self.taker, *writers):
+            used |= np.isin(old, of)
+        for number in old[~used].tolist():
             del self.names[number], self.done[number], self.req[number]
         contexts = {0, *(one.context for one in live), *np.unique(self.context).tolist()}
         self.contexts = {n: context for n, context in self.contexts.items() if n in contexts}
         self._context_of = {context: n for n, context in self.contexts.items()}
-        self._most = len(self.names) + RECENT
+        self._most = len(self.names) + MORE
 
     def _holds(self, one: ScheduledRequest, by: int) -> None:
         for table in one.tables:
