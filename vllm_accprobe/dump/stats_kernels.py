@@ -60,16 +60,63 @@ def _sum_clean(x: np.ndarray) -> tuple[float, float]:
     return s, q
 
 
+def _bits_as(number: Any, integer: Any, llvm: Any) -> Any:
+    """An intrinsic: the float with the bits of an integer."""
+
+    @intrinsic
+    def bits_as(typing: Any, bits: Any) -> Any:
+        return number(integer), lambda context, builder, signature, arguments: builder.bitcast(arguments[0], llvm)
+
+    return bits_as
+
+
+_as_float32 = _bits_as(types.float32, types.int32, ir.FloatType())
+_as_float64 = _bits_as(types.float64, types.int64, ir.DoubleType())
+
+
+@_compile
+def _bfloat16_value(bits: int) -> float:
+    return np.float64(_as_float32(np.int32(np.int32(bits) << np.int32(16))))
+
+
+@_compile
+def _float16_value(bits: int) -> float:
+    u = np.uint32(np.uint16(bits))
+    wide = ((u & np.uint32(0x7FFF)) << np.uint32(13)) | ((u & np.uint32(0x8000)) << np.uint32(16))
+    return np.float64(_as_float32(np.int32(wide)) * np.float32(2.0**112))
+
+
+@_compile
+def _float32_value(bits: int) -> float:
+    return np.float64(_as_float32(bits))
+
+
+@_compile
+def _float64_value(bits: int) -> float:
+    return _as_float64(bits)  # type: ignore[no-any-return]
+
+
 _Sums = tuple[int, int, int, float, float, int, int]
 """(finite, min, max, sum, sum of squares, NaN, Inf); the extremes are ordered bits."""
 
 
-def _adds_blocks(word: Any, infinity: int) -> Callable[[np.ndarray, np.ndarray, _Sums], _Sums]:
-    """What takes a block into such sums. word: of the signed integers that its bits are; infinity: as one of them."""
+def _adds_up(word: Any, infinity: int, value: Any) -> Callable[[np.ndarray], _Sums]:
+    """What takes the sums of floats. word: of the signed integers that their bits are; infinity: as one of them; value:
+    the number that such bits are."""
     top, shift = int(np.iinfo(word).max), np.iinfo(word).bits - 1
 
     @_compile
-    def add(block: np.ndarray, wide: np.ndarray, sums: Any) -> Any:
+    def sum_clean(block: np.ndarray) -> tuple[float, float]:
+        s = 0.0
+        q = 0.0
+        for i in range(block.size):
+            v = value(block[i])
+            s += v
+            q += v * v
+        return s, q
+
+    @_compile
+    def add(block: np.ndarray, sums: Any) -> Any:
         n, low, high, total, squares, nan, inf = sums
         lo, hi = word(top), word(-top - 1)
         for i in range(block.size):
@@ -78,7 +125,7 @@ def _adds_blocks(word: Any, infinity: int) -> Callable[[np.ndarray, np.ndarray, 
             lo = key if key < lo else lo
             hi = key if key > hi else hi
         if hi < infinity and lo > -infinity - 1:
-            s, q = _sum_clean(wide)
+            s, q = sum_clean(block)
             return n + block.size, min(low, np.int64(lo)), max(high, np.int64(hi)), total + s, squares + q, nan, inf
         for i in range(block.size):
             b = block[i]
@@ -90,57 +137,28 @@ def _adds_blocks(word: Any, infinity: int) -> Callable[[np.ndarray, np.ndarray, 
             else:
                 key64 = np.int64(word(b ^ word(word(b >> word(shift)) & word(top))))
                 low, high = min(low, key64), max(high, key64)
-                v = np.float64(wide[i])
+                v = value(b)
                 n += 1
                 total += v
                 squares += v * v
         return n, low, high, total, squares, nan, inf
 
-    return add
+    @_compile
+    def every(bits: np.ndarray) -> Any:
+        sums = _EMPTY
+        for start in range(0, bits.size, _BLOCK):
+            sums = add(bits[start : start + _BLOCK], sums)
+        return sums
+
+    return every  # type: ignore[no-any-return]
 
 
 _HIGHEST = np.iinfo(np.int64).max
 _EMPTY = (0, _HIGHEST, -_HIGHEST - 1, 0.0, 0.0, 0, 0)
-_add_bfloat16, _add_float16 = _adds_blocks(np.int16, 0x7F80), _adds_blocks(np.int16, 0x7C00)
-_add_float32, _add_float64 = _adds_blocks(np.int32, 0x7F800000), _adds_blocks(np.int64, 0x7FF0000000000000)
-
-
-@_compile
-def _float16(bits: np.ndarray, brain: bool) -> Any:
-    scratch = np.empty(_BLOCK, np.uint32)
-    wide = scratch.view(np.float32)
-    sums = _EMPTY
-    for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
-        if brain:
-            for i in range(block.size):
-                scratch[i] = np.uint32(np.uint16(block[i])) << np.uint32(16)
-            sums = _add_bfloat16(block, wide[: block.size], sums)
-        else:
-            for i in range(block.size):
-                u = np.uint32(np.uint16(block[i]))
-                magnitude, sign = u & np.uint32(0x7FFF), u & np.uint32(0x8000)
-                scratch[i] = np.uint32((magnitude << np.uint32(13)) | (sign << np.uint32(16)))
-            for i in range(block.size):
-                wide[i] = wide[i] * np.float32(2.0**112)
-            sums = _add_float16(block, wide[: block.size], sums)
-    return sums
-
-
-@_compile
-def _float32(bits: np.ndarray, floats: np.ndarray) -> Any:
-    sums = _EMPTY
-    for start in range(0, bits.size, _BLOCK):
-        sums = _add_float32(bits[start : start + _BLOCK], floats[start : start + _BLOCK], sums)
-    return sums
-
-
-@_compile
-def _float64(bits: np.ndarray, floats: np.ndarray) -> Any:
-    sums = _EMPTY
-    for start in range(0, bits.size, _BLOCK):
-        sums = _add_float64(bits[start : start + _BLOCK], floats[start : start + _BLOCK], sums)
-    return sums
+_bfloat16 = _adds_up(np.int16, 0x7F80, _bfloat16_value)
+_float16 = _adds_up(np.int16, 0x7C00, _float16_value)
+_float32 = _adds_up(np.int32, 0x7F800000, _float32_value)
+_float64 = _adds_up(np.int64, 0x7FF0000000000000, _float64_value)
 
 
 @_compile
@@ -174,34 +192,23 @@ def _int32_at(typing: Any, address: Any) -> Any:
     return types.CPointer(types.int32)(types.int64), generate
 
 
-@intrinsic
-def _as_float32(typing: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
 @_compile
 def _decode(key: int, kind: int) -> float:
     """The float whose ordered bits are ``key``."""
     if kind == FLOAT32:
-        return np.float64(_as_float32(np.int32(key ^ ((key >> 31) & 0x7FFFFFFF))))
-    half = (key ^ ((key >> 15) & 0x7FFF)) & 0xFFFF
-    if kind == BFLOAT16:
-        return np.float64(_as_float32(np.int32(half << 16)))
-    wide = ((half & 0x7FFF) << 13) | ((half & 0x8000) << 16)
-    return np.float64(_as_float32(np.int32(wide))) * 2.0**112
+        return _float32_value(np.int32(key ^ ((key >> 31) & 0x7FFFFFFF)))  # type: ignore[no-any-return]
+    half = np.int16(key ^ ((key >> 15) & 0x7FFF))
+    return _bfloat16_value(half) if kind == BFLOAT16 else _float16_value(half)  # type: ignore[no-any-return]
 
 
 @_compile
 def _piece(address: int, nbytes: int, kind: int) -> tuple[int, float, float, float, float, int, int]:
     if kind == FLOAT32:
-        bits = carray(_int32_at(address), nbytes // 4)
-        n, low, high, total, squares, nan, inf = _float32(bits, bits.view(np.float32))
+        n, low, high, total, squares, nan, inf = _float32(carray(_int32_at(address), nbytes // 4))
+    elif kind == BFLOAT16:
+        n, low, high, total, squares, nan, inf = _bfloat16(carray(_int16_at(address), nbytes // 2))
     else:
-        halves = carray(_int16_at(address), nbytes // 2)
-        n, low, high, total, squares, nan, inf = _float16(halves, kind == BFLOAT16)
+        n, low, high, total, squares, nan, inf = _float16(carray(_int16_at(address), nbytes // 2))
     if n == 0:
         return 0, np.inf, -np.inf, 0.0, 0.0, nan, inf
     return n, _decode(low, kind), _decode(high, kind), total, squares, nan, inf
@@ -237,14 +244,14 @@ def moments(data: np.ndarray, dtype: str) -> tuple[int, float, float, float, flo
     if dtype in KINDS:
         return _piece(data.ctypes.data, data.size, KINDS[dtype])
     if dtype == "float64":
-        n, low, high, total, squares, nan, inf = _float64(data.view(np.int64), data.view(np.float64))
+        n, low, high, total, squares, nan, inf = _float64(data.view(np.int64))
         if not n:
             return 0, float("inf"), float("-inf"), 0.0, 0.0, nan, inf
-        return n, _float64_value(low), _float64_value(high), total, squares, nan, inf
+        return n, _ordered64(low), _ordered64(high), total, squares, nan, inf
     x = data.view(np.dtype(dtype))
     lo, hi, total, squares = _integers(x)
     return x.size, lo, hi, total, squares, 0, 0
 
 
-def _float64_value(key: int) -> float:
+def _ordered64(key: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)))[0])
