@@ -469,7 +469,8 @@ class Pools:
             if row.status == FAIL:
                 self._wrong.add(row.role)
             elif v.sums is not None:
-                self._of.setdefault(row.role, (Pool(), row))
+                if row.role not in self._of:
+                    self._of[row.role] = Pool(), row
                 some.setdefault(row.role, []).append(v)
         for role, verdicts in some.items():
             self._of[role][0].add([v.sums for v in verdicts if v.sums], any(v.rounding for v in verdicts))

@@ -359,8 +359,8 @@ def judge_each(
 
     elements = worst_elements(y, d, half, noise, bound, common, planes, power, q)
     each = zip(*in_rows(by_row), *in_columns(by_column), elements, strict=True)
-    sums = (ErrorSums(*parts, u, common, groups, shared, keys.get(k)) for k, parts in enumerate(
-        zip(*(x.unbind() for x in (planes, by_row, by_column)), strict=True)))
+    of_calls = enumerate(zip(planes.unbind(), by_row.unbind(), by_column.unbind(), strict=True))
+    sums = (ErrorSums(p, r, c, u, common, groups, shared, keys.get(k)) for k, (p, r, c) in of_calls)
     verdicts = []
     for k, ((*found, element), own) in enumerate(zip(each, sums, strict=True)):
         if k in equal:

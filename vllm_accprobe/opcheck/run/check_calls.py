@@ -411,8 +411,8 @@ def _pieces(dump: Dump, o: _Output, pooled: Pooled) -> Iterator[CheckResult]:
 def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> CheckResult:
     """examined: whether how it was computed may be."""
     c, record, expected, (_, _, options, pools), v = o.to.captured, o.record, o.expected, o.to, o.verdict
-    together, number = o.rows
-    rows = together.at
+    assert o.rows is not None
+    (together, number), rows = o.rows, o.rows[0].at
     more: dict[str, Any] = {"by_name": expected.by_name}
     if examined and options.habits and v.measure not in (EXACT, NONFINITE) and due(c.step, o.role, c.what, v.passed):
         own = together.one(number)
