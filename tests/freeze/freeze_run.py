@@ -4,7 +4,7 @@ The problem: the outputs must stay as they are while every module moves, so noth
 the package is driven through ``vllm_accprobe.cli.main`` alone, in the directory that holds ``corpus``, with relative
 paths; said.txt holds each command line with what it printed, complained and ended with. Two ways to compare:
 `differences` of two texts, where a floating-point number may differ by `RELATIVE` (another machine's sums), and
-`bytes_differ` of two trees, where nothing may differ but `PART`. Not here: the dumps (freeze_corpus.py), the cases
+`bytes_differ` of two trees, where nothing may differ but `_timeless`'s. Not here: the dumps (freeze_corpus.py), the cases
 (freeze_cases.py, freeze_commands.py).
 
     python tests/freeze/freeze_run.py run HOME PACKAGE    makes HOME/out from HOME/corpus with the package in PACKAGE
@@ -43,7 +43,7 @@ FOREIGN = ("GITHUB_", "VLLM_", "ACCPROBE_")
 KIT = "operator_kit/"
 PART = re.compile(rb"\.\d+\.part\b")
 """A file or folder that is half made, by its process: msprobe's dump.json names the one that it was made in."""
-TIME = re.compile(r"_20\d{12}(?=\.csv)")
+TIME = re.compile(rb"_20\d{12}(?=\.csv)")
 """When it was written, at the end of the name of a file of msprobe's."""
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 
@@ -113,17 +113,22 @@ def kept(out: Path, case: Case) -> dict[str, str]:
 
 def _files(root: Path) -> dict[str, Path]:
     """By relative name; without gentest's copies of our own sources, which change with every word of a docstring."""
-    found = {TIME.sub("_TIME", str(p.relative_to(root))): p for p in root.rglob("*") if p.is_file() or p.is_symlink()}
+    paths = (p for p in root.rglob("*") if p.is_file() or p.is_symlink())
+    found = {_timeless(str(p.relative_to(root)).encode()).decode(): p for p in paths}
     return {name: p for name, p in found.items() if KIT not in name}
+
+
+def _timeless(data: bytes) -> bytes:
+    """With placeholders for what no two runs have in common: a half-made file's process and a file's time."""
+    return TIME.sub(b"_TIME", PART.sub(b".<PID>.part", data))
 
 
 def _placed(text: str, home: Path) -> str:
     """``home``, a half-made file's process and what is of this installation as placeholders. A journal's length, too:
     it changes with the last digit of a statistic, that is with the processor and with who was faster to take it."""
-    text = PART.sub(b".<PID>.part", text.encode()).decode()
+    text = _timeless(text.encode()).decode()
     text = text.replace("\r\n", "\n").replace(str(home.resolve()), "<HOME>").replace(str(home), "<HOME>")
     text = re.sub(r'(/journal\.jsonl": )\d+', r"\1<BYTES>", text)
-    text = TIME.sub("_TIME", text)
     return re.sub(r"accprobe \d+\.\d+\.\d+\S*", "accprobe <VERSION>", text)
 
 
@@ -200,7 +205,7 @@ def bytes_differ(a: Path, b: Path) -> list[str]:
     trees = [_files(a), _files(b)]
     said = [f"{name}: only in {a if name in trees[0] else b}" for name in sorted(trees[0].keys() ^ trees[1].keys())]
     for name in sorted(trees[0].keys() & trees[1].keys()):
-        old, new = (PART.sub(b".<PID>.part", t[name].read_bytes()) for t in trees)
+        old, new = (_timeless(t[name].read_bytes()) for t in trees)
         if old == new:
             continue
         pairs = zip(*(data.decode("utf-8", "backslashreplace").split("\n") for data in (old, new)), strict=False)

@@ -68,6 +68,7 @@ def test_bytes_are_compared_as_bytes(tmp_path: Path) -> None:
         (tmp_path / side).mkdir()
         (tmp_path / side / "x.csv").write_text(text)
         (tmp_path / side / "same").write_bytes(bytes(range(256)))
+        (tmp_path / side / "said.txt").write_text(f"made t_202611282125{len(text):02}.csv")
     (tmp_path / "b" / "more").write_text("")
     a, b = tmp_path / "a", tmp_path / "b"
     assert freeze_run.bytes_differ(a, a) == []

@@ -202,6 +202,13 @@ class Call:
         return 0.0
 
 
+def changed(of: T, **fields: Any) -> T:
+    """``dataclasses.replace`` for a `Call` or an `Expected`, several times as fast: nothing is looked up or checked."""
+    new: T = object.__new__(type(of))
+    vars(new).update(vars(of), **fields)
+    return new
+
+
 _KEPT = 1 << 30
 """Chosen: bytes that are kept of what was computed from one module's parameters: those of a product of 8,192 by 8,192
 in float64 and float32; what is larger is made for each call."""

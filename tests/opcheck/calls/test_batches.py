@@ -61,6 +61,15 @@ def test_to_the_bit(tmp_path: Path, width: int) -> None:
     assert together["norm"] == together["act"] == len(STEPS)
 
 
+def test_what_all_calls_of_a_module_have_is_put_together_once(tmp_path: Path) -> None:
+    """Its constants, and a norm's epsilon; no call has those of another module."""
+    found = calls(tmp_path / "d", 64)
+    first, *others = (c.what for c in found.of(0, "norm"))
+    assert first.attrs["variance_epsilon"] == 1e-6
+    assert all(c.attrs is first.attrs and c.params is first.params for c in others)
+    assert all("variance_epsilon" not in c.what.attrs for c in found.of(0, "act"))
+
+
 def test_rows_that_are_no_multiple_of_what_a_loop_takes_are_alone(tmp_path: Path) -> None:
     found = calls(tmp_path / "d", 40)
     assert [o for _, o in to_the_bit(found.of(0, "act"), default_references())] == [None] * len(STEPS)

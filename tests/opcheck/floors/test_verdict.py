@@ -142,6 +142,26 @@ def test_rows_without_a_reference_are_left_out():
     assert not OutputRows.of(Expected(value), mine, 0).judge("bfloat16").passed
 
 
+@pytest.mark.parametrize("row_dim", [0, 1])
+def test_outputs_that_are_cut_together_are_what_each_is_alone(row_dim: int) -> None:
+    """Noise that is one number, a column or of the output's shape; rows that have no reference."""
+    values, known = exact(2, 4, 3), torch.tensor([True, False, True, True])
+    noises = [torch.tensor(0.5), torch.tensor(2.0)], [exact(4, 1), exact(4, 1, seed=1)], [exact(4, 3), exact(4, 3)]
+    for noise in noises if row_dim == 0 else noises[:1]:
+        shapes = [v if row_dim == 0 else v[None] for v in values]
+        expected = [Expected(v, noise=e, exact=v.reshape(-1), rows=known if row_dim else None)
+                    for v, e in zip(shapes, noise, strict=True)]  # fmt: skip
+        mine = [v.bfloat16() for v in shapes]
+        together = OutputRows.of_each(expected, mine, row_dim)
+        for k, (e, m) in enumerate(zip(expected, mine, strict=True)):
+            found, due = together.one(k), OutputRows.of(e, m, row_dim)
+            assert found.at.tolist() == due.at.tolist() == ([0, 2, 3] if row_dim else [0, 1, 2, 3])
+            for name in ("reference", "mine", "noise", "exact"):
+                assert torch.equal(getattr(found, name), getattr(due, name)), name
+            assert torch.equal(found.mine, matrix(m.double(), row_dim)[found.at])
+            assert torch.equal(found.reference, found.exact)
+
+
 def test_calls_that_are_judged_together_get_what_each_gets_alone() -> None:
     y = torch.stack([exact(), exact(seed=1), exact(seed=2), exact(seed=3)])
     mine = torch.stack([rounded(y[0], "bfloat16"), rounded(y[1] * 1.01, "bfloat16"), y[2].float().double(), y[3]])

@@ -19,7 +19,7 @@ import torch
 
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.calls.views import same_bits
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, changed
 from vllm_accprobe.opcheck.reference_table import References
 
 Outcome = Mapping[str, Expected] | Declined
@@ -118,14 +118,14 @@ def _alone(captured: Captured, references: References) -> Outcome:
 
 def _possible(captured: Captured, references: References) -> bool:
     c = captured.what
+    if captured.missing or c.args or c.kwargs or c.extra.keys() - _EXTRA or not references.by_rows(c.cls):
+        return False
     tensors = [*c.inputs.values(), *c.outputs.values()]
-    if captured.missing or not tensors or c.args or c.kwargs or set(c.extra) - _EXTRA:
+    if not tensors:
         return False
     if any(t.dim() < 2 or t.shape[0] != tensors[0].shape[0] or t.dtype not in _PLAIN for t in tensors):
         return False
-    if any(p.dtype not in _PLAIN for p in c.params.values()):  # a scale may be taken over all rows
-        return False
-    return references.by_rows(c.cls)
+    return all(p.dtype in _PLAIN for p in c.params.values())  # a scale may be taken over all rows
 
 
 def _size(c: Call) -> int:
@@ -177,7 +177,7 @@ def _cut(calls: list[Captured], references: References, block: int) -> list[dict
         values = e.value.split(rows)
         noises, bounds = _split(e.noise, e, rows), _split(e.bound, e, rows)
         for n, value in enumerate(values[:-1]):
-            found[n][role] = replace(e, value=value, noise=noises[n], bound=bounds[n])
+            found[n][role] = changed(e, value=value, noise=noises[n], bound=bounds[n])
     return found
 
 

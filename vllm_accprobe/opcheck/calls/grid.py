@@ -42,7 +42,12 @@ def coarser(dtype: str) -> tuple[str, ...]:
 
 
 def name_of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def narrowed(tensor: Tensor, dtype: str) -> Tensor | None:
@@ -61,11 +66,9 @@ def lies_on(tensor: Tensor) -> str:
     """The coarsest float dtype on whose grid all finite values provably lie, the tensor's own where no coarser one
     holds them; "" where the values prove nothing, and for what is no float."""
     own = name_of(tensor)
-    if own not in BITS or tensor.is_meta:
+    if own not in BITS or tensor.is_meta or not tensor.numel():
         return ""
     flat = tensor.detach().reshape(-1)
-    if not len(flat):
-        return ""
     # the first one shows it, and nearly always does
     if not (finer := coarser(own)) or _has_own_bits(flat[:1], finer[-1]):
         return own
@@ -87,7 +90,7 @@ def lies_on(tensor: Tensor) -> str:
 def _has_own_bits(values: Tensor, finest: str) -> bool:
     """Whether a finite one has bits that ``finest`` drops: the quick answer for nearly every tensor."""
     words, dropped = values.view(_WORDS[values.element_size()]), (1 << (BITS[name_of(values)] - BITS[finest])) - 1
-    if len(values) == 1:
+    if values.numel() == 1:
         return bool(words.item() & dropped) and math.isfinite(values.item())
     return bool((((words & dropped) != 0) & _is_finite(values)).any())
 
@@ -171,7 +174,7 @@ def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
         role: t for role, t in call.outputs.items()
         if states[role] != name_of(t) and coarser(name_of(t))
     }  # fmt: skip
-    if not any(states[role] for role in doubtful) and not _widened(call, doubtful, keeps):
+    if not doubtful or (not any(states[role] for role in doubtful) and not _widened(call, doubtful, keeps)):
         return call
     inputs = list(_inputs(call))
     entered = {id(t): lies_on(t) for t in inputs}

@@ -84,6 +84,7 @@ class ModuleIndex:
         self._made: dict[tuple[Any, ...], list[Record]] | None = None
         self._read: dict[tuple[Any, ...], Any] | None = None
         self._room = _KEPT
+        self._constants: dict[tuple[int, str], tuple[dict[str, Any], dict[str, Any]]] = {}
         self.config = model_config(model)
         parts = {part: self.config.get(part) for part in ("vision_config", "text_config")}
         self._configs = {part: {**self.config, **inner} if isinstance(inner, dict) else self.config
@@ -136,16 +137,14 @@ class ModuleIndex:
     ) -> Call:  # fmt: skip
         """A module's call from its records. read: gives a record's tensor, if not `read` does."""
         read = read or self.read
-        module = self.modules.get(rank, {}).get(tap)
-        above, _, last = tap.rpartition(".")
-        parent = self.modules.get(rank, {}).get(above)
-        if last.isdigit() and (parent is None or not parent.attrs):  # a list of modules, which says nothing
-            parent = self.modules.get(rank, {}).get(above.rpartition(".")[0])
+        if (rank, tap) not in self._constants:
+            self._constants[rank, tap] = self._constants_of(rank, tap)
+        attrs, parent = self._constants[rank, tap]
         entered = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
-        attrs, of_atb = dict(module.attrs) if module else {}, isinstance(self.dump, AtbDump)
+        of_atb = isinstance(self.dump, AtbDump)
         if isinstance(self.dump, AtbDump) and (step := next((r.step for r in records.values()), None)) is not None:
             entered |= self.dump.call_inputs(rank, step, tap)  # weights among them
-            attrs |= self.dump.call_attributes(rank, step, tap)
+            attrs = {**attrs, **self.dump.call_attributes(rank, step, tap)}
         return Call(
             name=tap,
             cls=cls,
@@ -153,14 +152,25 @@ class ModuleIndex:
             inputs={name: read(x) for name, x in entered.items()},
             params={} if of_atb else self.parameters.of(rank, tap),
             attrs=attrs,
-            parent=dict(parent.attrs) if parent else {},
+            parent=parent,
             config=self._config(tap),
             outputs={r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))},
         )
 
+    def _constants_of(self, rank: int, tap: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a module, and the one that holds it, have besides tensors: the same objects for all of its calls."""
+        modules = self.modules.get(rank, {})
+        module, (above, _, last) = modules.get(tap), tap.rpartition(".")
+        parent = modules.get(above)
+        if last.isdigit() and (parent is None or not parent.attrs):  # a list of modules, which says nothing
+            parent = modules.get(above.rpartition(".")[0])
+        return dict(module.attrs) if module else {}, dict(parent.attrs) if parent else {}
+
     def _views(self, entered: Mapping[str, Record], whole: bool) -> dict[str, MemoryLayout]:
         """Layouts of the inputs that were not contiguous. whole: all rows of them are taken, and their memory may be
         known."""
+        if all(r.stride is None for r in entered.values()):
+            return {}
         found = {
             f"inputs.{name}": view_of(r.shape, r.stride, r.offset, partial(self._memory, r) if whole else None)
             for name, r in entered.items() if r.stride is not None

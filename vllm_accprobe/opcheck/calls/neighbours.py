@@ -436,6 +436,7 @@ class Neighbours:
         self._scaling: dict[int, list[Module]] = {}
         self._below: dict[int, dict[str, frozenset[str]]] = {}
         self._by_step: dict[tuple[int, str], dict[int, list[Mapping[str, Record]]]] = {}
+        self._inner_calls: tuple[tuple[int, str], dict[int, list[tuple[str, Mapping[str, Record]]]]] = (-1, ""), {}
         self._by_call: dict[tuple[int, str, str, int], dict[int, list[Mapping[str, Record]]]] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
@@ -700,13 +701,23 @@ class Neighbours:
         again = {adapter_of((s.role or "").removeprefix("param.")) for s in dump.skips if s.reason == ADAPTER_ANEW}
         return {"adapters": RowAdapters(tuple(of_row), weights, frozenset(again))}
 
-    def _within(
-        self, rank: int, tap: str, children: list[str], place: tuple[int, int]
-    ) -> list[tuple[str, str, Record]]:  # fmt: skip
-        """(path below the tap, role, record) of outputs inside, in the order of execution."""
-        found = []
+    def _within(self, rank: int, tap: str, children: list[str], place: tuple[int, int]) -> Outputs:
+        """Of outputs inside, in the order of execution."""
+        if len(self._steps(rank, tap).get(place[0], ())) < 2:
+            if self._inner_calls[0] != (rank, tap):  # one tap's are kept: calls come tap by tap
+                by_step: dict[int, list[tuple[str, Mapping[str, Record]]]] = {}
+                for child in children:
+                    for step, calls in self._steps(rank, child).items():
+                        by_step.setdefault(step, []).extend((child, records) for records in calls)
+                self._inner_calls = (rank, tap), by_step
+            during = self._inner_calls[1].get(place[0], [])
+        else:
+            during = [(child, records) for child in children for records in self._during(rank, tap, child, place)]
         start = len(_before(tap))
-        for child in children:
-            for records in self._during(rank, tap, child, place):
-                found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
+        found = [(child[start:], role, r) for child, records in during for role, r in records.items()
+                 if not role.startswith("input.")]  # fmt: skip
         return sorted(found, key=lambda f: f[2].seq)
+
+
+Outputs = list[tuple[str, str, Record]]
+"""(path below a tap, role, record)."""

@@ -39,7 +39,7 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours, Past
 from vllm_accprobe.opcheck.calls.operator_calls import LOST, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.compat.ait import globs_of
-from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
+from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params, changed
 from vllm_accprobe.opcheck.references.norms import EPSILONS, NormParts, configured, is_norm, parts_of
 from vllm_accprobe.opcheck.roundings import ROUNDED
 
@@ -209,9 +209,18 @@ class MissingAttributes:
     ):
         self._index, self._settled, self._named_by_user = index, settled, tuple(named_by_user)
         self._chosen: dict[tuple[int, str], ChosenEpsilon] = {}
+        self._known: dict[tuple[int, str, str], tuple[Mapping[str, Any], Call]] = {}
 
     def filled(self, rank: int, call: Call) -> Call:
         """``call`` with the attributes that were not recorded and are known."""
+        key = rank, call.name, call.cls
+        if key not in self._known or self._known[key][0] is not call.attrs:
+            known = self._filled(rank, replace(call, inputs={}, outputs={}, params={}, views={}))
+            self._known[key] = call.attrs, known
+        known = self._known[key][1]
+        return changed(call, attrs=known.attrs, extra=known.extra)
+
+    def _filled(self, rank: int, call: Call) -> Call:
         named = {
             name: value for glob, name, value in self._named_by_user
             if name not in call.attrs and (fnmatchcase(call.cls, glob) or fnmatchcase(call.name, glob))
@@ -410,7 +419,7 @@ class Calls(ModuleIndex):
             except DumpError as why:
                 yield without(f"{UNREAD} ({why})")
                 continue
-            what = grid.settled(replace(what, extra=extra, outputs=outputs), self.keeps)
+            what = grid.settled(changed(what, extra=extra, outputs=outputs), self.keeps)
             yield Captured(tap, rank, step, n, what, {**records, **made})
 
     def _with_extra(
@@ -464,6 +473,9 @@ class Calls(ModuleIndex):
         self, rank: int, cls: str, step: int, records: Mapping[str, Record], chosen: Chosen, runs: Runs
     ) -> list[tuple[int, int]]:  # fmt: skip
         """The runs of rows in which a call is taken; [] where it is taken whole."""
+        elements = sum(math.prod(r.shape) for r in records.values())
+        if not runs and elements <= chosen.most:
+            return []
         cuttable = chosen.by_rows(cls) or cls == "Attention" or cls.endswith("RotaryEmbedding")
         if not records or not cuttable or cls.endswith("LoRA"):  # an adapter's rows are known by their places
             return []
@@ -475,7 +487,7 @@ class Calls(ModuleIndex):
             return []
         if int(self.modules.get(rank, {}).get(first.tap, _NO_MODULE).attrs.get("tp_size", 1)) > 1 and cls in SUMMED:
             return []  # what other ranks gave is read whole
-        size = max(_FEWEST, chosen.most * n // max(1, sum(math.prod(r.shape) for r in records.values())))
+        size = max(_FEWEST, chosen.most * n // max(1, elements))
         if first.rows != _TOKENS:
             runs = ()
         if not runs and size >= n:

@@ -279,15 +279,16 @@ class Pool:
         self._truncated |= truncated
         some = [(s, new) for s in calls if (new := self._new_rows(s))]
         begin = 0 if self._errors else next((k for k, (s, _) in enumerate(some) if s.few), len(some))
-        masks = self._new_errors([keys_of(s.planes[:, new], self.unit) if s.keys is None else s.keys[new]
-                                  for s, new in some[begin:]])  # fmt: skip
-        for (s, new), mask in zip(some, [None] * begin + masks, strict=True):
+        planes = [s.planes if len(new) == s.planes.shape[1] else s.planes[:, new] for s, new in some]
+        masks = self._new_errors([keys_of(p, self.unit) if s.keys is None else s.keys if p is s.planes else s.keys[new]
+                                  for (s, new), p in zip(some[begin:], planes[begin:], strict=True)])  # fmt: skip
+        for (s, new), own, mask in zip(some, planes, [None] * begin + masks, strict=True):
             by_row, by_column = s.by_row, s.by_column
             if mask is not None:
-                planes = s.planes[:, new] * mask
-                by_row, by_column = planes.sum(2), planes.sum(1)
-            elif len(new) < by_row.shape[1]:
-                by_row, by_column = by_row[:, new], s.planes[:, new].sum(1)
+                once = own * mask
+                by_row, by_column = once.sum(2), once.sum(1)
+            elif own is not s.planes:
+                by_row, by_column = by_row[:, new], own.sum(1)
             self._sum(s, by_row, by_column)
 
     def _new_rows(self, s: ErrorSums) -> list[int]:
@@ -468,7 +469,8 @@ class Pools:
             if row.status == FAIL:
                 self._wrong.add(row.role)
             elif v.sums is not None:
-                self._of.setdefault(row.role, (Pool(), row))
+                if row.role not in self._of:
+                    self._of[row.role] = Pool(), row
                 some.setdefault(row.role, []).append(v)
         for role, verdicts in some.items():
             self._of[role][0].add([v.sums for v in verdicts if v.sums], any(v.rounding for v in verdicts))

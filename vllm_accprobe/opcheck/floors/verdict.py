@@ -325,7 +325,7 @@ def judge_each(
         wrong = torch.where(torch.tensor(differ).view(-1, 1, 1) > 0, different, d != 0)
         noise, bound = (None if x is None else torch.where(finite, x, 0.0) for x in (noise, bound))
     y, d = y.double(), d.double()
-    none = [k for k in range(calls) if differ[k] or not u or not y[k].numel()]
+    none = [k for k in range(calls) if differ[k] or not u or not n * width]
     equal = {k: _equal(y[k], d[k], counts[k], differ[k], wrong[k]) for k in none}
     if len(equal) == calls:
         return list(equal.values())
@@ -357,10 +357,10 @@ def judge_each(
     few = repeated(y, d)
     keys: dict[int, Tensor] = {}
     if some := [k for k in range(calls) if few[k]]:
-        own, theirs = planes[some], keys_of(planes[some].unbind(1), u)
+        repeats, theirs = planes[some], keys_of(planes[some].unbind(1), u)
         keys = dict(zip(some, theirs, strict=True))
-        by_row[some] = (own * first_of(theirs, torch.arange(n).unsqueeze(1)).unsqueeze(1)).sum(3)
-        by_column[some] = (own * first_of(theirs, torch.arange(width)).unsqueeze(1)).sum(2)
+        by_row[some] = (repeats * first_of(theirs, torch.arange(n).unsqueeze(1)).unsqueeze(1)).sum(3)
+        by_column[some] = (repeats * first_of(theirs, torch.arange(width)).unsqueeze(1)).sum(2)
     q = chance / 4.0
 
     def in_rows(s: Tensor) -> list[list[WorstFound]]:
@@ -370,18 +370,23 @@ def judge_each(
         return [worst_columns(s, shared, common, q, n)]
 
     elements = worst_elements(y, d, half, noise, bound, common, planes, power, q)
+    each = zip(*in_rows(by_row), *in_columns(by_column), elements, strict=True)
+    of_calls = enumerate(zip(planes.unbind(), by_row.unbind(), by_column.unbind(), strict=True))
+    sums = (ErrorSums(p, r, c, u, common, groups, shared, keys.get(k)) for k, (p, r, c) in of_calls)
     verdicts = []
-    for k, (*found, element) in enumerate(zip(*in_rows(by_row), *in_columns(by_column), elements, strict=True)):
+    for k, ((*found, element), own) in enumerate(zip(each, sums, strict=True)):
         if k in equal:
             verdicts.append(equal[k])
             continue
-        for part, lines, sums, measures in (
-            (slice(0, 2), planes[k], by_row[k], in_rows),
-            (slice(2, 3), planes[k].transpose(1, 2), by_column[k], in_columns),
-        ):
-            if not few[k] and any(f.value > f.limit for f in found[part]):
-                once = _once_each(lines, sums.clone(), u, measures)
-                found[part] = [min(two, key=lambda f: f.value / f.limit) for two in zip(found[part], once, strict=True)]
+        if not few[k] and any(f.value > f.limit for f in found):
+            for part, lines, of_lines, measures in (
+                (slice(0, 2), own.planes, own.by_row, in_rows),
+                (slice(2, 3), own.planes.transpose(1, 2), own.by_column, in_columns),
+            ):
+                if any(f.value > f.limit for f in found[part]):
+                    once = _once_each(lines, of_lines.clone(), u, measures)
+                    found[part] = [min(two, key=lambda f: f.value / f.limit)
+                                   for two in zip(found[part], once, strict=True)]  # fmt: skip
         found.append(element)
         f = max(found, key=lambda f: f.value / f.limit)
         passed = f.value <= f.limit
@@ -393,7 +398,7 @@ def judge_each(
             worst[k]**0.5 if worst[k] < 1e150 else math.inf, tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
             chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.tests)),
             ratios=tuple((x.measure, x.value / x.limit) for x in found), beyond_proof=beyond,
-            sums=ErrorSums(planes[k], by_row[k], by_column[k], u, common, groups, shared, keys.get(k)),
+            sums=own,
         ))  # fmt: skip
     return verdicts
 
@@ -458,6 +463,9 @@ def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
 
 def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verdict:
     """Of what must be equal to the bit, and of non-finite numbers on one side alone."""
+    if not bool(wrong.any()):
+        first = 0 if wrong.numel() else -1
+        return Verdict(True, EXACT, 0.0, 0.0, first, first, count, differ, 0.0)
     errors, powers = (d * d).sum(1), (y * y).sum(1)
     rel = torch.where(errors == 0, 0.0, errors / powers).sqrt()
     worst = float(rel.max()) if len(rel) else 0.0

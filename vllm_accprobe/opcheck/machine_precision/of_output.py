@@ -13,6 +13,7 @@ Elsewhere: what the counts say (of_machine.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -68,7 +69,12 @@ def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
 
 def family_of(call: Call) -> Family | None:
     """Which intermediate results an operator has, None where that is not known."""
-    return next((f for glob, f in _FAMILIES.items() if fnmatchcase(norms.known_as(call), glob)), None)
+    return _family(norms.known_as(call))
+
+
+@functools.cache
+def _family(name: str) -> Family | None:
+    return next((f for glob, f in _FAMILIES.items() if fnmatchcase(name, glob)), None)
 
 
 def is_product(call: Call) -> bool:

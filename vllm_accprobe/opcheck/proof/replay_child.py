@@ -95,7 +95,7 @@ class _Ends:
 
 
 def _proof(arguments: argparse.Namespace, say: Any) -> str:
-    from vllm_accprobe.comparison.engine import find_mapping
+    from vllm_accprobe.align.mapping import load_mapping
     from vllm_accprobe.comparison.notes import other_values
     from vllm_accprobe.comparison.plan.make_plan import make_plan
     from vllm_accprobe.dump.decode import parse
@@ -113,7 +113,8 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.opcheck.run import pair
     from vllm_accprobe.opcheck.run.budget import Planner, Wishes
 
-    ops, rate, rules = arguments.ops, arguments.rate, find_mapping(arguments.op_mapping_file)
+    ops, rate, mapping = arguments.ops, arguments.rate, arguments.op_mapping_file
+    rules = None if mapping is None else load_mapping(mapping)  # the comparison has read it, so that it can be read
     dumps = [open_dump(path) for path in (arguments.golden, arguments.mine)]
     planned = cache(lambda: make_plan(*dumps, mapping=rules))
     models = [arguments.weights or model_of(dump.run) for dump in dumps]

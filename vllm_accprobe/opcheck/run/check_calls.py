@@ -29,7 +29,7 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
 from vllm_accprobe.opcheck.compat import ait
-from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers, stacked
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows, alike, matrix, numbers
 from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_each
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
@@ -213,11 +213,15 @@ class _Output:
     mine: Any
     first: int = 0
     cut: bool = False
-    rows: Any = None
     dtype: str = ""
+    rows: tuple[OutputRows, int] | None = None
     verdict: Any = None
     measures: Measures | None = None
     smallest: Smallest | None = None
+
+    @property
+    def row_dim(self) -> int:
+        return self.record.row_dim if self.record.rows is not None else 0
 
     def without(self, status: str, why: str) -> CheckResult:
         return without_verdict(self.to.captured, self.record.role, self.record, status, why)
@@ -317,8 +321,7 @@ def _with_rows(o: _Output) -> CheckResult | _Output:
         expected = o.expected = replace(expected, value=expected.value.reshape(shape), noise=noise, bound=bound)
     if tuple(expected.value.shape) != shape:
         raise ValueError(f"shape {list(expected.value.shape)} instead of {list(shape)}")
-    o.rows = OutputRows.of(expected, o.mine, o.record.row_dim if o.record.rows is not None else 0)
-    if expected.rows is not None and not len(o.rows.at):
+    if expected.rows is not None and not bool(expected.rows.any()):
         return o.without(SKIP, expected.reason or "no row has a reference")
     o.dtype = grid.name_of(o.mine)  # the record's, or the coarser one whose numbers it holds
     return o
@@ -331,7 +334,7 @@ def _judged(
         begins()
     groups: dict[Any, list[_Output]] = {}
     for o in (o for _, rows in calls for o in rows if isinstance(o, _Output) and not o.cut):
-        key = o.dtype, o.to.options, o.to.pools is None, o.rows.alike()
+        key = o.dtype, o.row_dim, o.to.options, o.to.pools is None, alike(o.expected, o.mine)
         groups.setdefault(key, []).append(o)
     for group in groups.values():
         try:
@@ -358,14 +361,15 @@ def _pool(pooled: Pooled) -> None:
 
 def _judge(group: Sequence[_Output]) -> None:
     """Gives each its verdict, its measures and its smallest error. All have one form."""
-    options, dtype, found = group[0].to.options, group[0].dtype, stacked([o.rows for o in group])
+    options, dtype = group[0].to.options, group[0].dtype
+    found = OutputRows.of_each([o.expected for o in group], [o.mine for o in group], group[0].row_dim)
     verdicts = found.judge_each(dtype, chance=options.budget.output, strict=options.standard == STRICT)
     if options.measured or options.standard not in (OURS, STRICT):
         each = measure_each(found.reference.numpy(), found.mine.numpy(), dtype, kl=options.kl)
         for o, measures in zip(group, each, strict=True):
             o.measures = measures
-    for o, v in zip(group, verdicts, strict=True):
-        o.verdict, o.smallest = v, EQUAL if v.measure == EXACT else None
+    for k, (o, v) in enumerate(zip(group, verdicts, strict=True)):
+        o.rows, o.verdict, o.smallest = (found, k), v, EQUAL if v.measure == EXACT else None
     if group[0].to.pools is not None and (some := [o for o in group if o.verdict.sums is not None]):
         sizes = of_each([o.verdict.sums for o in some], options.budget.output)
         for o, smallest in zip(some, sizes, strict=True):
@@ -406,17 +410,19 @@ def _pieces(dump: Dump, o: _Output, pooled: Pooled) -> Iterator[CheckResult]:
 
 def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> CheckResult:
     """examined: whether how it was computed may be."""
-    c, record, expected, (_, _, options, pools) = o.to.captured, o.record, o.expected, o.to
-    reference, mine, rows, v = o.rows.reference, o.rows.mine, o.rows.at, o.verdict
+    c, record, expected, (_, _, options, pools), v = o.to.captured, o.record, o.expected, o.to, o.verdict
+    assert o.rows is not None
+    (together, number), rows = o.rows, o.rows[0].at
     more: dict[str, Any] = {"by_name": expected.by_name}
     if examined and options.habits and v.measure not in (EXACT, NONFINITE) and due(c.step, o.role, c.what, v.passed):
+        own = together.one(number)
 
         def again(y: Any, extra: Any) -> Verdict:
-            noise = combined(o.rows.noise, extra)
-            return judge(y, mine, o.dtype, noise=noise, last=expected.unit, common=expected.common)
+            noise = combined(own.noise, extra)
+            return judge(y, own.mine, o.dtype, noise=noise, last=expected.unit, common=expected.common)
 
         more["evidence"] = look(
-            c.what, o.role, reference if o.rows.exact is None else o.rows.exact, mine, o.dtype, noise=o.rows.noise,
+            c.what, o.role, own.reference if own.exact is None else own.exact, own.mine, o.dtype, noise=own.noise,
             rows=rows + o.first, passed=v.passed, judge=again,
         ).to_text()  # fmt: skip
     at = int(rows[v.row]) if v.row >= 0 else -1
@@ -444,7 +450,7 @@ def _settled(dump: Dump, o: _Output, pooled: Pooled, examined: bool = True) -> C
     if pools is not None:
         pooled.append((pools, row, v))
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
-    share = ait.abs_share(reference, mine, o.dtype) if options.within else None
+    share = ait.abs_share(together.reference[number], together.mine[number], o.dtype) if options.within else None
     return row if share is None else replace(row, algorithm=f"{row.algorithm} {ait.WITHIN}{share:.12g}".strip())
 
 

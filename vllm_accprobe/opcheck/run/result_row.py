@@ -103,7 +103,7 @@ class CheckResult:
     @classmethod
     def of_plain(cls, plain: list[Any]) -> CheckResult:
         measures, *rest = plain
-        found = dict(zip(_REST, map(_tuples, rest), strict=True))
+        found = dict(zip(_REST, (_tuples(v) if type(v) is list else v for v in rest), strict=True))
         return cls(**found, measures=None if measures is None else Measures(*measures))
 
 
