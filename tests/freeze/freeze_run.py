@@ -4,8 +4,8 @@ The problem: the outputs must stay as they are while every module moves, so noth
 the package is driven through ``vllm_accprobe.cli.main`` alone, in the directory that holds ``corpus``, with relative
 paths; said.txt holds each command line with what it printed, complained and ended with. Two ways to compare:
 `differences` of two texts, where a floating-point number may differ by `RELATIVE` (another machine's sums), and
-`bytes_differ` of two trees, where nothing may differ but `_timeless`'s. Not here: the dumps (freeze_corpus.py), the cases
-(freeze_cases.py, freeze_commands.py).
+`bytes_differ` of two trees, where nothing may differ but `_timeless`'s. Not here: the dumps (freeze_corpus.py), the
+cases (freeze_cases.py, freeze_commands.py).
 
     python tests/freeze/freeze_run.py run HOME PACKAGE    makes HOME/out from HOME/corpus with the package in PACKAGE
     python tests/freeze/freeze_run.py diff A B            exit code 1 and what differs where two such trees do
