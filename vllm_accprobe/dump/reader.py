@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import numpy as np
 import orjson
 
 from vllm_accprobe.dump import journal, schema as image_calls
+from vllm_accprobe.dump.compiled_lines import LINES, CompiledLines, compiled_lines
 from vllm_accprobe.dump.decode import object_in, value_at
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
@@ -259,10 +261,10 @@ def _parse(line: bytes) -> Any:
 
 class RankReader:
     """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of rows of no request. sites:
-    those of all ranks."""
+    those of all ranks; compiled: what reads tensors' lines of large journals, or None."""
 
-    def __init__(self, dump: Dump, rank: int, sites: TensorSites):
-        self.dump, self.rank, self.sites = dump, rank, sites
+    def __init__(self, dump: Dump, rank: int, sites: TensorSites, compiled: CompiledLines | None = None):
+        self.dump, self.rank, self.sites, self.compiled = dump, rank, sites, compiled
         self.directory = dump.path / rank_dir(rank)
         self.table = self.padding = RecordTable.joined(sites, [])
         self.ops: list[OpCall] = []
@@ -274,21 +276,27 @@ class RankReader:
         self.torn = 0
         self.unreadable: str | None = None
         self._parts: list[RecordTable] = []
+        self._numbers: list[np.ndarray] = []
 
     def read(self) -> None:
         """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
         try:
-            for number, lines, length in journal_lines(self.directory / JOURNAL, BATCH):
+            for number, lines, length in journal_lines(self.directory / JOURNAL, LINES if self.compiled else BATCH):
                 if not number:
                     self.torn = length
                 elif lines:
-                    self._lines(number, lines)
+                    self._read(np.arange(number, number + len(lines)), lines)
                 else:
                     self.bad.append((number, f"{length} bytes long"))
         except OSError as error:
             self.unreadable = error.strerror or str(error)
-        table = RecordTable.joined(self.sites, self._parts)
+        table, numbers = (
+            RecordTable.joined(self.sites, self._parts),
+            np.concatenate([np.zeros(0, np.int64), *self._numbers]),
+        )
         self._parts.clear()
+        if (numbers[1:] < numbers[:-1]).any():
+            table = table.only(np.argsort(numbers))
         if gone := superseded(self.ops):
             table = table.only(np.array([(r.step, r.tap, r.call) not in gone for r in table], bool))
         self.table = table
@@ -300,14 +308,24 @@ class RankReader:
         self.dump.ops += self.ops
         self._report()
 
-    def _lines(self, number: int, lines: list[bytes]) -> None:
-        """Lines from that number on: those of tensors are read together, the others go where they belong."""
+    def _read(self, numbers: np.ndarray, lines: Sequence[bytes]) -> None:
+        """Lines with their numbers."""
+        if self.compiled is not None:
+            good, part = self.compiled.read(self.rank, lines)
+            self._parts.append(part)
+            self._numbers.append(numbers[good])
+            numbers, lines = numbers[~good], list(compress(lines, (~good).tolist()))
+        for start in range(0, len(lines), BATCH):
+            self._lines(numbers[start : start + BATCH], lines[start : start + BATCH])
+
+    def _lines(self, numbers: np.ndarray, lines: Sequence[bytes]) -> None:
+        """Those of tensors are read together, the others go where they belong."""
         sites, tails = self.sites.known(lines)
         events: list[Event | None] = [None] * len(lines)
         for i in [i for i, site in enumerate(sites) if site is None] if None in sites else ():
             sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have had its head
             if sites[i] is None:
-                self._line(number, i, lines[i], sites, events)
+                self._line(int(numbers[i]), i, lines[i], sites, events)
         together = [i for i, site in enumerate(sites) if site is not None and events[i] is None]
         if len(together) < len(lines):
             tails = [tails[i] for i in together]
@@ -319,19 +337,19 @@ class RankReader:
                 events[i] = alone[0]
             else:
                 sites[i] = None
-                self._line(number, i, lines[i], sites, events)
+                self._line(int(numbers[i]), i, lines[i], sites, events)
         at = [i for i, e in enumerate(events) if e is not None]
         if at:
             own = [s for s in sites if s is not None], [e for e in events if e is not None]
             part, bad = RecordTable.of_lines(self.sites, self.rank, *own)
-            self.bad += [(number + at[i], why) for i, why in bad]
+            self.bad += [(int(numbers[at[i]]), why) for i, why in bad]
             self._parts.append(part)
+            self._numbers.append(np.delete(numbers[at], [i for i, _ in bad]))
 
     def _line(
-        self, first: int, i: int, line: bytes, sites: list[int | None], events: list[Event | None]
+        self, number: int, i: int, line: bytes, sites: list[int | None], events: list[Event | None]
     ) -> None:  # fmt: skip
         """Puts a line by itself where it belongs, that of a tensor into ``sites`` and ``events``."""
-        number = first + i
         try:
             e = _parse(line)
             if not isinstance(e, dict) or not isinstance(e.get("event"), str):
@@ -489,7 +507,8 @@ def open_dump(path: str | Path) -> Dump:
         dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
     dump.ranks = tuple(sorted(ranks))
     sites = TensorSites()
-    readers = [RankReader(dump, rank, sites) for rank in dump.ranks]
+    compiled = compiled_lines(sites, [path / rank_dir(rank) / JOURNAL for rank in dump.ranks])
+    readers = [RankReader(dump, rank, sites, compiled) for rank in dump.ranks]
     for journal_of in readers:
         journal_of.read()
     dump.padding = RecordTable.joined(sites, [r.padding for r in readers])

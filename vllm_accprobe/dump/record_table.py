@@ -175,7 +175,7 @@ _CUT = b',"call":'
 _PARTED = methodcaller("partition", _CUT)
 _OWN = frozenset(("call", "seq", "step", "hash", "seg", "off", "nbytes", "stats"))
 """What a line has behind the cut."""
-_MOST_HEADS = 1 << 16
+MOST_HEADS = 1 << 16
 
 
 class TensorSites:
@@ -187,7 +187,7 @@ class TensorSites:
     def __init__(self) -> None:
         self.all: list[TensorSite] = []
         self._numbers: dict[TensorSite, int] = {}
-        self._heads: dict[bytes, int] = {}
+        self.heads: dict[bytes, int] = {}
         self._layouts: dict[str, Layout] = {}
 
     def number(self, site: TensorSite) -> int:
@@ -199,7 +199,7 @@ class TensorSites:
     def known(self, lines: Iterable[bytes]) -> tuple[list[int | None], list[bytes]]:
         """(the site's number of each line, None where its head is not known; what is behind the cut)."""
         heads, _, tails = zip(*map(_PARTED, lines), strict=True)
-        return list(map(self._heads.get, heads)), list(tails)
+        return list(map(self.heads.get, heads)), list(tails)
 
     @staticmethod
     def tails(lines: Sequence[bytes]) -> list[Event] | None:
@@ -220,8 +220,8 @@ class TensorSites:
         head, _, tail = _PARTED(line)
         with contextlib.suppress(ValueError):  # a head is an object of its own, and says all but what may follow it
             same = self.tails([tail]) is not None and orjson.loads(head + b"}").keys() == e.keys() - _OWN
-            if same and len(self._heads) < _MOST_HEADS:
-                self._heads[head] = number
+            if same and len(self.heads) < MOST_HEADS:
+                self.heads[head] = number
         return number, e
 
 
@@ -455,13 +455,17 @@ def _of_stats(found: Sequence[Any]) -> Columns:
     out["count"][there] = _whole("count", count)
     out["nan"][there], out["inf"][there] = _whole("nan", nan), _whole("inf", inf)
     for name, values in zip(_WORDS, words, strict=True):
-        if not set(map(type, values)) <= {float, type(None)}:
-            values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None
-                      for v in values]  # fmt: skip
-        column = np.array(values, np.float64)
-        column[~np.isfinite(column)] = np.nan  # infinity and NaN, which JSON cannot say, are as good as missing
-        out[name][there] = column
+        out[name][there] = numbers_with_fractions(values)
     return out
+
+
+def numbers_with_fractions(values: Sequence[Any]) -> np.ndarray:
+    """float64 [n]; NaN for all that is no number."""
+    if not set(map(type, values)) <= {float, type(None)}:
+        values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None for v in values]
+    column = np.array(values, np.float64)
+    column[~np.isfinite(column)] = np.nan  # infinity and NaN, which JSON cannot say, are as good as missing
+    return column
 
 
 _STATS: Mapping[str, Any] = {"count": None, "nan": 0, "inf": 0, **dict.fromkeys(_WORDS)}
