@@ -47,7 +47,6 @@ from vllm_accprobe.dump.files import (
 from vllm_accprobe.dump.journal import (
     KINDS,
     CachedPrefix,
-    Event,
     Lives,
     StateFinding,
     StateTotals,
@@ -321,33 +320,39 @@ class RankReader:
     def _lines(self, numbers: np.ndarray, lines: Sequence[bytes]) -> None:
         """Those of tensors are read together, the others go where they belong."""
         sites, tails = self.sites.known(lines)
-        events: list[Event | None] = [None] * len(lines)
-        for i in [i for i, site in enumerate(sites) if site is None] if None in sites else ():
-            sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have had its head
-            if sites[i] is None:
-                self._line(int(numbers[i]), i, lines[i], sites, events)
-        together = [i for i, site in enumerate(sites) if site is not None and events[i] is None]
-        if len(together) < len(lines):
+        events: Any = [None] * len(lines)
+        together: Sequence[int] = range(len(lines))
+        if None in sites:
+            for i in [i for i, site in enumerate(sites) if site is None]:
+                sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have had its head
+                if sites[i] is None:
+                    self._line(int(numbers[i]), i, lines[i], sites, events)
+            together = [i for i in together if sites[i] is not None and events[i] is None]
             tails = [tails[i] for i in together]
         found = self.sites.tails(tails)
-        for k, i in enumerate(together):
-            if found is not None:
-                events[i] = found[k]
-            elif (alone := self.sites.tails(tails[k : k + 1])) is not None:
-                events[i] = alone[0]
-            else:
-                sites[i] = None
-                self._line(int(numbers[i]), i, lines[i], sites, events)
-        at = [i for i, e in enumerate(events) if e is not None]
-        if at:
+        if found is not None and len(found) == len(lines):
+            events = found
+        elif found is not None:
+            for i, e in zip(together, found, strict=True):
+                events[i] = e
+        else:
+            for i, tail in zip(together, tails, strict=True):
+                if (alone := self.sites.tails([tail])) is not None:
+                    events[i] = alone[0]
+                else:
+                    sites[i] = None
+                    self._line(int(numbers[i]), i, lines[i], sites, events)
+        if None in sites:
+            numbers = numbers[[e is not None for e in events]]
+        if len(numbers):
             own = [s for s in sites if s is not None], [e for e in events if e is not None]
             part, bad = RecordTable.of_lines(self.sites, self.rank, *own)
-            self.bad += [(int(numbers[at[i]]), why) for i, why in bad]
+            self.bad += [(int(numbers[i]), why) for i, why in bad]
             self._parts.append(part)
-            self._numbers.append(np.delete(numbers[at], [i for i, _ in bad]))
+            self._numbers.append(np.delete(numbers, [i for i, _ in bad]) if bad else numbers)
 
     def _line(
-        self, number: int, i: int, line: bytes, sites: list[int | None], events: list[Event | None]
+        self, number: int, i: int, line: bytes, sites: list[int | None], events: Any
     ) -> None:  # fmt: skip
         """Puts a line by itself where it belongs, that of a tensor into ``sites`` and ``events``."""
         try:

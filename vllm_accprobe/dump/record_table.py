@@ -237,6 +237,19 @@ _EMPTY: Columns = {
 }  # fmt: skip
 
 
+class _Names(dict[tuple[int, int], str]):
+    """By the number of a site and a call."""
+
+    def __init__(self, sites: TensorSites):
+        super().__init__()
+        self.sites = sites
+
+    def __missing__(self, place: tuple[int, int]) -> str:
+        site = self.sites.all[place[0]]
+        found = self[place] = sys.intern(f"{site.tap}/{which(site.role, place[1], site.rows)}")
+        return found
+
+
 class RecordTable(Sequence[Record]):
     """Records in the order of the journals. columns: see `Columns`."""
 
@@ -317,10 +330,12 @@ class RecordTable(Sequence[Record]):
 
     def names(self, at: np.ndarray) -> list[str]:
         """`Record.name` of some records; one string for all that have the same."""
-        places = list(zip(self.columns["site"][at].tolist(), self.columns["call"][at].tolist(), strict=True))
-        sites = {place: (self.sites.all[place[0]], place[1]) for place in set(places)}
-        known = {place: sys.intern(f"{s.tap}/{which(s.role, call, s.rows)}") for place, (s, call) in sites.items()}
-        return [known[place] for place in places]
+        places = zip(self.columns["site"][at].tolist(), self.columns["call"][at].tolist(), strict=True)
+        return list(map(self._names.__getitem__, places))
+
+    @cached_property
+    def _names(self) -> _Names:
+        return _Names(self.sites)
 
     @property
     def ran(self) -> np.ndarray:
@@ -423,7 +438,7 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
     if not set(map(type, hashed)) <= {str, type(None)}:
         hashed = [optional_string({"hash": h}, "hash") for h in hashed]
     out["hash"] = np.empty(n, object)
-    out["hash"][:] = [None if h is None else sys.intern(h) for h in hashed]
+    out["hash"][:] = hashed
     out["lost"] = np.zeros(n, bool)
     return out | _of_stats(stats)
 
