@@ -122,6 +122,18 @@ def test_lines_that_machine_code_reads(tmp_path: Path, monkeypatch: pytest.Monke
     assert [r.stats is not None and r.stats.max for r in table] == [False, 2e-05, None, 2e-05, False] * 2
 
 
+def test_a_table_of_heads_that_is_full() -> None:
+    """Heads that all want one place are searched for so far and no further; their lines go the general way."""
+    reader = CompiledLines(sites := TensorSites())
+    reader._table = np.full(128, -1)
+    lines = [GOOD.replace('"a"', f'"a{i}"').encode() + b"\n" for i in range(400)]
+    for line in lines:
+        sites.whole(line, orjson.loads(line))
+    good, table = reader.read(0, lines)
+    assert 64 < good.sum() <= 128
+    assert [r.tap for r in table] == [f"a{i}" for i in np.flatnonzero(good)]
+
+
 def table_of(*events: dict[str, Any], rank: int = 0, sites: TensorSites | None = None) -> RecordTable:
     """Of lines with these changes to `GOOD`."""
     sites = sites or TensorSites()

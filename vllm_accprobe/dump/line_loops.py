@@ -22,6 +22,8 @@ FIELDS = ("head", "call", "seq", "step", "seg", "off", "nbytes", "count", "nan",
 nan and inf."""
 KEYS = (b',"call":', b',"seq":', b',"step":', b',"hash":"', b',"seg":', b',"off":', b',"nbytes":',
         b',"stats":{"count":', b',"min":', b',"max":', b',"mean":', b',"l2":', b',"nan":', b',"inf":')  # fmt: skip
+MOST_TRIES = 64
+"""Places of the table that are searched for a head: a stranger may have chosen heads that all want one."""
 MOST_DIGITS = 15
 """Of a whole number: fewer than `journal.MAX_INT` has."""
 
@@ -122,13 +124,8 @@ def _tail(text: Any, at: int, keys: Any, cuts: Any, out: Any, n: int, i: int, fl
         good = 1
         used[0], used[1] = to, end_hash + length
         out[n + i], out[2 * n + i], out[3 * n + i], out[4 * n + i], out[5 * n + i] = call, seq, step, seg, off
-        out[6 * n + i], out[7 * n + i], out[8 * n + i], out[9 * n + i], out[10 * n + i] = (
-            nbytes,
-            count,
-            nan,
-            inf,
-            length,
-        )
+        out[6 * n + i], out[7 * n + i], out[8 * n + i], out[9 * n + i] = nbytes, count, nan, inf
+        out[10 * n + i] = length
     return good
 
 
@@ -162,20 +159,26 @@ def _found(text: Any, at: int, stop: int, heads: Any, spans: Any, table: Any, ke
     if end + 8 < stop:
         place = _place(text, at, end, table.size)
         number = table[place]
+        tries = 1
         while number >= 0 and (spans[number + 1] - spans[number] != end - at
                                or _begins(text, at, stop, heads, spans[number], spans[number + 1]) == 0):  # fmt: skip
             place = (place + 1) % table.size
-            number = table[place]
+            number = table[place] if tries < MOST_TRIES else -1
+            tries += 1
     return number
 
 
 def enter(heads: Bytes, spans: Index, table: Index, first: int, stop: int) -> None:
-    """Puts heads into ``table``. heads: their bytes; spans: where each begins, and the last ends."""
+    """Puts heads into ``table``, or leaves them out where there is no room near their place. heads: their bytes; spans:
+    where each begins, and the last ends."""
     for number in range(first, stop):
         place = _place(heads, spans[number], spans[number + 1], table.size)
-        while table[place] >= 0:
+        tries = 1
+        while table[place] >= 0 and tries < MOST_TRIES:
             place = (place + 1) % table.size
-        table[place] = number
+            tries += 1
+        if table[place] < 0:
+            table[place] = number
 
 
 def read(text: Bytes, starts: Index, heads: Bytes, spans: Index, table: Index, after: Index, keys: Bytes, cuts: Index,

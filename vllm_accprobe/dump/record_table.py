@@ -237,7 +237,7 @@ _EMPTY: Columns = {
 }  # fmt: skip
 
 
-class _Names(dict[tuple[int, int], str]):
+class _PlaceNames(dict[tuple[int, int], str]):
     """By the number of a site and a call."""
 
     def __init__(self, sites: TensorSites):
@@ -334,8 +334,8 @@ class RecordTable(Sequence[Record]):
         return list(map(self._names.__getitem__, places))
 
     @cached_property
-    def _names(self) -> _Names:
-        return _Names(self.sites)
+    def _names(self) -> _PlaceNames:
+        return _PlaceNames(self.sites)
 
     @property
     def ran(self) -> np.ndarray:
