@@ -114,3 +114,16 @@ def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, mo
     assert given == [0.001, 0.25, 1e-6, 0.5]
     with pytest.raises(engine.CompareError, match="below 1, not '0"):
         compare(*both, rate="0.5")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_collector_leaves_out_what_a_command_imported_and_nothing_of_others(dumps, tmp_path, monkeypatch, alone):
+    frozen, words = (
+        [],
+        ["compare", str(dumps / "golden"), str(dumps / "same"), "--no-replay", "-o", str(tmp_path / "o")],
+    )
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append("vllm_accprobe.comparison.engine" in sys.modules))
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["accprobe", *words])
+    assert main(None if alone else words) == 0
+    assert frozen == [True] * alone

@@ -14,6 +14,12 @@ STEPS = 21
 SEGMENT = "seg-00000.safetensors"
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["general", "compiled"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of tensors are read by either way."""
+    monkeypatch.setattr("vllm_accprobe.dump.compiled_lines.WORTH", 0 if request.param else 1 << 60)
+
+
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     spans = [[(0, k, 1)] if k < 14 else [(1, k - 14, 1)] for k in range(STEPS)]

@@ -3,12 +3,14 @@
 import functools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 
+from vllm_accprobe.dump.compiled_lines import CompiledLines
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.record_table import (
     ChosenRecords,
@@ -33,6 +35,12 @@ def rows_of(space: str, shape: str = "[2,4]") -> str:
     return GOOD.replace('"shape":[2,4]', f'"shape":{shape},"rows":"{space}"')
 
 
+def line_by_line(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    """compiled: by machine code, each line for itself, so that the heads of those before are known."""
+    monkeypatch.setattr("vllm_accprobe.dump.compiled_lines.WORTH", 0 if compiled else 1 << 60)
+    monkeypatch.setattr("vllm_accprobe.dump.reader.LINES", 1)
+
+
 @pytest.mark.parametrize(("lines", "wanted", "problem"), [
     # A line that is nested deep is counted, the others are read; the words depend on the recursion limit.
     ((GOOD, GOOD.replace('"seq":1', f'"seq":1,"stats":{DEEP}'), GOOD), [((2, 4), None, "ab")] * 2, "first: line 3: "),
@@ -52,7 +60,9 @@ def rows_of(space: str, shape: str = "[2,4]") -> str:
     # Tensors of nobody's rows count among those that are known.
     ((ROWS % PADDING, GOOD, rows_of(PADDING)), [((2, 4), None, "ab")], "0 tensors readable, 2 known"),
 ], ids=("stats", "seq", "shape", "rows", "nan", "pair", "torn", "map", "other map", "none", "padding"))  # fmt: skip
-def test_lines_of_a_journal(tmp_path, request, lines, wanted, problem):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lines_of_a_journal(tmp_path, request, monkeypatch, lines, wanted, problem, compiled):
+    line_by_line(monkeypatch, compiled)
     request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # Python's default, which torch's compiler raises for its whole process
     rank = tmp_path / "rank0000"
@@ -64,6 +74,64 @@ def test_lines_of_a_journal(tmp_path, request, lines, wanted, problem):
     problems = [p for p in dump.problems if problem or "was not closed" not in p]
     assert problems if problem else not problems
     assert problem in " ".join(problems)
+
+
+STATS = '"stats":{"count":8,"min":-1.5,"max":2e-05,"mean":0.1,"l2":12,"nan":0,"inf":3}'
+FORMS = (
+    GOOD,
+    f'{HEAD},"call":0,"seq":2,"step":7,"hash":"0f","seg":0,"off":4096,"nbytes":32,{STATS}}}',
+    f'{HEAD},"call":12,"seq":999999999999999,"step":7,{STATS.replace("2e-05", "null")}}}',
+    f'{HEAD.replace("tensor", "param")},"call":0,"seq":0,{STATS}}}',
+    f'{HEAD.replace("L", "é")},"call":0,"seq":0,"step":1}}',
+)
+"""As capture writes them."""
+CHANGES = (
+    ("}", "}}"), ("}", ""), (":", ": "), ("0", "00"), ("0", "-1"), ("1", "1.0"), ("7", "9007199254740993"),
+    ("8", "null"), ("8", "true"), ("0.1", ".1"), ("0.1", "1e999"), ("0.1", "1,2"), ("0.1", "NaN"), ("12", "-"),
+    ("12", "18446744073709551616"), ('"0f"', "null"), ('"0f"', '""'), ('"0f"', '"0F"'), ('"0f"', '"x\\n"'),
+    ('"ab"', '"ab'), ('"ab"', '"é"'), ("32", "31"), ('"step":7', '"step":null'), ('"seq"', '"call":3,"seq"'),
+    ('"seq"', '"hash":"cd","seq"'), ('"min"', '"low"'), ('"off"', '"of"'), ("[2,4]", "[2,5]"), (',"step":0', ""),
+    ("}", ',"more":1}'), ("}", ',"call":1}'), ("{", "[{"),
+)  # fmt: skip
+
+
+def test_lines_that_machine_code_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same is read, and refused, as without it, whatever is changed in a line; as they are, it reads all lines."""
+    changed = [line.replace(old, new, 1) for line in FORMS for old, new in CHANGES]
+    changed += [new.join(line.rsplit(old, 1)) for line in FORMS for old, new in CHANGES]
+    cut = [line[:end] for line in FORMS for end in range(len(line))]
+    rank = tmp_path / "rank0000"
+    rank.mkdir()
+    (tmp_path / "run.json").write_text('{"schema": 1}')
+    (rank / "seg-00000.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(8192))
+    (rank / "journal.jsonl").write_text("\n".join((*FORMS, *changed, *FORMS, *cut, *FORMS, "")))
+    both = []
+    for compiled in (False, True):
+        line_by_line(monkeypatch, compiled)
+        both.append(open_dump(tmp_path))
+    assert both[0].records == both[1].records
+    assert both[0].problems == both[1].problems
+    assert both[0].bad_lines == both[1].bad_lines != {}
+    reader = CompiledLines(sites := TensorSites())
+    lines = [f"{line}\n".encode() for line in FORMS]
+    for line in lines:
+        sites.whole(line, orjson.loads(line))
+    good, table = reader.read(0, [*lines, b'{"event":"step","step":1}\n', *lines])
+    assert good.tolist() == [*[True] * 5, False, *[True] * 5]
+    assert [r.hash for r in table] == ["ab", "0f", None, None, None] * 2
+    assert [r.stats is not None and r.stats.max for r in table] == [False, 2e-05, None, 2e-05, False] * 2
+
+
+def test_a_table_of_heads_that_is_full() -> None:
+    """Heads that all want one place are searched for so far and no further; their lines go the general way."""
+    reader = CompiledLines(sites := TensorSites())
+    reader._table = np.full(128, -1)
+    lines = [GOOD.replace('"a"', f'"a{i}"').encode() + b"\n" for i in range(400)]
+    for line in lines:
+        sites.whole(line, orjson.loads(line))
+    good, table = reader.read(0, lines)
+    assert 64 < good.sum() <= 128
+    assert [r.tap for r in table] == [f"a{i}" for i in np.flatnonzero(good)]
 
 
 def table_of(*events: dict[str, Any], rank: int = 0, sites: TensorSites | None = None) -> RecordTable:

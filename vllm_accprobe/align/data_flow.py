@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 from vllm_accprobe.align.names import enclosing
@@ -220,7 +220,11 @@ class Tree:
 def mixes(tap: str, cls: str) -> bool:
     """Whether a row of the output may depend on other rows of the input: by its name, where no child shows it. A name
     that says nothing, or that holds layers, does not say that it works by rows."""
-    what = _name_of(tap, cls)
+    return _named_to_mix(_name_of(tap, cls))
+
+
+@lru_cache(1024)
+def _named_to_mix(what: str) -> bool:
     holds = _HOLDS.search(what) and not _ONE_KIND.search(what)
     return _named_mixing(what) or bool(holds) or not _ROWWISE.search(what)
 
@@ -240,6 +244,7 @@ _NOWHERE, _BEHIND = 1e18, 1e19
 _BLOCK = re.compile(r"^(.*?\.)?(\d+)(?=\.|$)")
 
 
+@lru_cache(1 << 14)
 def block_of(tap: str) -> str | None:
     """The outermost numbered block in which a tap stands: ``model.layers.3`` of ``model.layers.3.mlp``."""
     match = _BLOCK.match(tap)

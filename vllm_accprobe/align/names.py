@@ -88,6 +88,8 @@ class NamePlan:
         """Of each side: roles without a partner at taps that have one, with how many taps have them."""
         sides: dict[str, Counter[str]] = {"golden": Counter(), "mine": Counter()}
         for pair in self.pairs:
+            if len(pair.roles) == len(pair.golden.roles) == len(pair.mine.roles):
+                continue
             for i, (counts, place) in enumerate(zip(sides.values(), (pair.golden, pair.mine), strict=True)):
                 counts.update(r for r in place.roles if r not in {p[i] for p in pair.roles})
         return sides
@@ -234,6 +236,8 @@ def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = Tr
     Parameters are never paired by order: two weights that only share a place in a list are not the same weight.
     """
     pairs = [(r, r, EXACT) for r in mine if r in golden]
+    if len(pairs) == len(golden) == len(mine):
+        return tuple(pairs)
     for kind in ("input.", "inplace.", "output.", "grad."):
         gs = [r for r in golden if r.startswith(kind) and r not in mine]
         ms = [r for r in mine if r.startswith(kind) and r not in golden]

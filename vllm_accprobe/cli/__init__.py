@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # a locale without a dash or an arrow has "?" there
     words = list(sys.argv[1:] if arguments is None else arguments)
-    endings.begin()
+    endings.begin(alone=arguments is None)
     with without_reader():
         return _answered(words)
 

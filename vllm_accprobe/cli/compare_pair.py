@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from vllm_accprobe.cli import output_paths
-from vllm_accprobe.cli.endings import going_on
+from vllm_accprobe.cli.endings import going_on, imported
 from vllm_accprobe.cli.output import Format, say_notes, say_written, show
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
@@ -106,6 +106,7 @@ def _compared(
         judging.weights,
     )  # fmt: skip
     going_on("what was measured is", out / store.UNFINISHED)
+    imported()
     with replay.begun(request) as begun:
         with _progress("comparing") as advance, _tidy(out):
             result = engine.compare(

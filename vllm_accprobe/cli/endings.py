@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import gc
 import math
 import shlex
 import signal
@@ -49,6 +50,7 @@ class GoingOn:
 
 
 _LEFT: ContextVar[GoingOn | None] = ContextVar("left", default=None)
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def going_on(what: str, place: Path | None, more: Sequence[str] = (), without: Sequence[str] = ()) -> None:
@@ -56,9 +58,16 @@ def going_on(what: str, place: Path | None, more: Sequence[str] = (), without: S
     _LEFT.set(GoingOn(what, place, tuple(more), tuple(without)))
 
 
-def begin() -> None:
-    """A new command line in this process: nothing of an earlier one counts."""
+def begin(alone: bool = False) -> None:
+    """A new command line in this process: nothing of an earlier one counts. alone: the process ends with it."""
     _LEFT.set(None)
+    _ALONE.set(alone)
+
+
+def imported() -> None:
+    """Of a command with its modules, which stay until its process ends: looking through them once takes 0.03 s."""
+    if _ALONE.get():
+        gc.freeze()
 
 
 def interrupted(words: Sequence[str], code: int = 130) -> str:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import numpy as np
 import orjson
 
 from vllm_accprobe.dump import journal, schema as image_calls
+from vllm_accprobe.dump.compiled_lines import LINES, CompiledLines, compiled_lines
 from vllm_accprobe.dump.decode import object_in, value_at
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
@@ -45,7 +47,6 @@ from vllm_accprobe.dump.files import (
 from vllm_accprobe.dump.journal import (
     KINDS,
     CachedPrefix,
-    Event,
     Lives,
     StateFinding,
     StateTotals,
@@ -262,10 +263,11 @@ def _parse(line: bytes) -> Any:
 
 class RankReader:
     """Reads one rank's journal into a dump; ``table`` are its tensors, ``padding`` those of rows of no request. sites:
-    those of all ranks. at: bytes of whole lines that were read, ``number`` that of the line behind them."""
+    those of all ranks; compiled: what reads tensors' lines of large journals, or None. at: bytes of whole lines that
+    were read, ``number`` that of the line behind them."""
 
-    def __init__(self, dump: Dump, rank: int, sites: TensorSites):
-        self.dump, self.rank, self.sites = dump, rank, sites
+    def __init__(self, dump: Dump, rank: int, sites: TensorSites, compiled: CompiledLines | None = None):
+        self.dump, self.rank, self.sites, self.compiled = dump, rank, sites, compiled
         self.directory = dump.path / rank_dir(rank)
         self.table = self.padding = RecordTable.joined(sites, [])
         self.ops: list[OpCall] = []
@@ -279,7 +281,9 @@ class RankReader:
         self.unreadable: str | None = None
         self.at, self.number = 0, 1
         self._last = b""
+        self._before: RecordTable | None = None  # what earlier looks read
         self._parts: list[RecordTable] = []
+        self._numbers: list[np.ndarray] = []
 
     def continues(self) -> bool:
         """Whether the journal still has the line that was read last where it was."""
@@ -293,24 +297,25 @@ class RankReader:
         """Reads the journal on to its end, or to where it is torn; what is not understood is counted. after, kept: as
         in `GrowingDump.look`."""
         self.torn, self.unreadable = 0, None
+        size = LINES if self.compiled else BATCH
         try:
-            for number, lines, length in journal_lines(self.directory / JOURNAL, BATCH, self.number, self.at):
+            for number, lines, length in journal_lines(self.directory / JOURNAL, size, self.number, self.at):
                 if not number:
                     self.torn = length
                     break
                 if lines:
-                    self._lines(number, lines)
+                    self._read(np.arange(number, number + len(lines)), lines)
                 else:
                     self.bad.append((number, f"{length} bytes long"))
                 self.at, self.number = self.at + length, number + (len(lines) or 1)
                 self._last = lines[-1] if lines else b""
         except OSError as error:
             self.unreadable = error.strerror or str(error)
-        read = RecordTable.joined(self.sites, self._parts)
+        read = self._joined()
         if after >= 0:
             read = read.only((read.columns["step"] > after) | read.of_sites(kept))
             self.ops[:] = [op for op in self.ops if op.step is None or op.step > after]
-        self._parts = [read]
+        self._before = read
         # The next look begins with what was read: what the files do not hold now they may hold then.
         table = RecordTable(self.sites, read.columns | {name: read.columns[name].copy() for name in _CHECKED})
         if gone := superseded(self.ops):
@@ -325,38 +330,64 @@ class RankReader:
         self.dump.ops += self.ops
         self._report()
 
-    def _lines(self, number: int, lines: list[bytes]) -> None:
-        """Lines from that number on: those of tensors are read together, the others go where they belong."""
+    def _joined(self) -> RecordTable:
+        """What was read, in the order of its lines."""
+        read = RecordTable.joined(self.sites, self._parts)
+        numbers = np.concatenate([np.zeros(0, np.int64), *self._numbers])
+        self._parts.clear()
+        self._numbers.clear()
+        if (numbers[1:] < numbers[:-1]).any():
+            read = read.only(np.argsort(numbers))
+        return read if self._before is None else RecordTable.joined(self.sites, [self._before, read])
+
+    def _read(self, numbers: np.ndarray, lines: Sequence[bytes]) -> None:
+        """Lines with their numbers."""
+        if self.compiled is not None:
+            good, part = self.compiled.read(self.rank, lines)
+            self._parts.append(part)
+            self._numbers.append(numbers[good])
+            numbers, lines = numbers[~good], list(compress(lines, (~good).tolist()))
+        for start in range(0, len(lines), BATCH):
+            self._lines(numbers[start : start + BATCH], lines[start : start + BATCH])
+
+    def _lines(self, numbers: np.ndarray, lines: Sequence[bytes]) -> None:
+        """Those of tensors are read together, the others go where they belong."""
         sites, tails = self.sites.known(lines)
-        events: list[Event | None] = [None] * len(lines)
-        for i in [i for i, site in enumerate(sites) if site is None] if None in sites else ():
-            sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have had its head
-            if sites[i] is None:
-                self._line(number, i, lines[i], sites, events)
-        together = [i for i, site in enumerate(sites) if site is not None and events[i] is None]
-        if len(together) < len(lines):
+        events: Any = [None] * len(lines)
+        together: Sequence[int] = range(len(lines))
+        if None in sites:
+            for i in [i for i, site in enumerate(sites) if site is None]:
+                sites[i] = self.sites.known(lines[i : i + 1])[0][0]  # a line before may have had its head
+                if sites[i] is None:
+                    self._line(int(numbers[i]), i, lines[i], sites, events)
+            together = [i for i in together if sites[i] is not None and events[i] is None]
             tails = [tails[i] for i in together]
         found = self.sites.tails(tails)
-        for k, i in enumerate(together):
-            if found is not None:
-                events[i] = found[k]
-            elif (alone := self.sites.tails(tails[k : k + 1])) is not None:
-                events[i] = alone[0]
-            else:
-                sites[i] = None
-                self._line(number, i, lines[i], sites, events)
-        at = [i for i, e in enumerate(events) if e is not None]
-        if at:
+        if found is not None and len(found) == len(lines):
+            events = found
+        elif found is not None:
+            for i, e in zip(together, found, strict=True):
+                events[i] = e
+        else:
+            for i, tail in zip(together, tails, strict=True):
+                if (alone := self.sites.tails([tail])) is not None:
+                    events[i] = alone[0]
+                else:
+                    sites[i] = None
+                    self._line(int(numbers[i]), i, lines[i], sites, events)
+        if None in sites:
+            numbers = numbers[[e is not None for e in events]]
+        if len(numbers):
             own = [s for s in sites if s is not None], [e for e in events if e is not None]
             part, bad = RecordTable.of_lines(self.sites, self.rank, *own)
-            self.bad += [(number + at[i], why) for i, why in bad]
+            self.bad += [(int(numbers[i]), why) for i, why in bad]
             self._parts.append(part)
+            self._numbers.append(np.delete(numbers, [i for i, _ in bad]) if bad else numbers)
 
     def _line(
-        self, first: int, i: int, line: bytes, sites: list[int | None], events: list[Event | None]
+        self, number: int, i: int, line: bytes, sites: list[int | None], events: Any
     ) -> None:  # fmt: skip
         """Puts a line by itself where it belongs, that of a tensor into ``sites`` and ``events``."""
-        number = first + i
         try:
             e = _parse(line)
             if not isinstance(e, dict) or not isinstance(e.get("event"), str):
@@ -503,6 +534,7 @@ class GrowingDump:
     def _begin(self) -> None:
         self._dump, self._sites = Dump(self.path, {}), TensorSites()
         self._readers: dict[int, RankReader] = {}
+        self._compiled: CompiledLines | None = None
 
     def look(self, after: int = -1, kept: Callable[[TensorSite], bool] = lambda site: site.parameter) -> Dump:
         """The dump as it is now, the same object each time: of the journals only new lines are read. after: records and
@@ -537,9 +569,11 @@ class GrowingDump:
             dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
         for r in sorted(unexpected):
             dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
+        if not self._readers:
+            self._compiled = compiled_lines(self._sites, [path / rank_dir(rank) / JOURNAL for rank in dump.ranks])
         for rank in dump.ranks:
             if rank not in self._readers:
-                self._readers[rank] = RankReader(dump, rank, self._sites)
+                self._readers[rank] = RankReader(dump, rank, self._sites, self._compiled)
             self._readers[rank].read(after, kept)
         readers = [self._readers[rank] for rank in dump.ranks]
         dump.padding = RecordTable.joined(self._sites, [r.padding for r in readers])

@@ -175,7 +175,7 @@ _CUT = b',"call":'
 _PARTED = methodcaller("partition", _CUT)
 _OWN = frozenset(("call", "seq", "step", "hash", "seg", "off", "nbytes", "stats"))
 """What a line has behind the cut."""
-_MOST_HEADS = 1 << 16
+MOST_HEADS = 1 << 16
 
 
 class TensorSites:
@@ -187,7 +187,7 @@ class TensorSites:
     def __init__(self) -> None:
         self.all: list[TensorSite] = []
         self._numbers: dict[TensorSite, int] = {}
-        self._heads: dict[bytes, int] = {}
+        self.heads: dict[bytes, int] = {}
         self._layouts: dict[str, Layout] = {}
 
     def number(self, site: TensorSite) -> int:
@@ -199,7 +199,7 @@ class TensorSites:
     def known(self, lines: Iterable[bytes]) -> tuple[list[int | None], list[bytes]]:
         """(the site's number of each line, None where its head is not known; what is behind the cut)."""
         heads, _, tails = zip(*map(_PARTED, lines), strict=True)
-        return list(map(self._heads.get, heads)), list(tails)
+        return list(map(self.heads.get, heads)), list(tails)
 
     @staticmethod
     def tails(lines: Sequence[bytes]) -> list[Event] | None:
@@ -220,8 +220,8 @@ class TensorSites:
         head, _, tail = _PARTED(line)
         with contextlib.suppress(ValueError):  # a head is an object of its own, and says all but what may follow it
             same = self.tails([tail]) is not None and orjson.loads(head + b"}").keys() == e.keys() - _OWN
-            if same and len(self._heads) < _MOST_HEADS:
-                self._heads[head] = number
+            if same and len(self.heads) < MOST_HEADS:
+                self.heads[head] = number
         return number, e
 
 
@@ -235,6 +235,19 @@ _EMPTY: Columns = {
     **dict.fromkeys(("step", "call", "seq", "seg", "off", *_COUNTS), np.zeros(0, np.int64)),
     **dict.fromkeys(_WORDS, np.zeros(0)), "hash": np.zeros(0, object), "lost": np.zeros(0, bool),
 }  # fmt: skip
+
+
+class _PlaceNames(dict[tuple[int, int], str]):
+    """By the number of a site and a call."""
+
+    def __init__(self, sites: TensorSites):
+        super().__init__()
+        self.sites = sites
+
+    def __missing__(self, place: tuple[int, int]) -> str:
+        site = self.sites.all[place[0]]
+        found = self[place] = sys.intern(f"{site.tap}/{which(site.role, place[1], site.rows)}")
+        return found
 
 
 class RecordTable(Sequence[Record]):
@@ -317,10 +330,12 @@ class RecordTable(Sequence[Record]):
 
     def names(self, at: np.ndarray) -> list[str]:
         """`Record.name` of some records; one string for all that have the same."""
-        places = list(zip(self.columns["site"][at].tolist(), self.columns["call"][at].tolist(), strict=True))
-        sites = {place: (self.sites.all[place[0]], place[1]) for place in set(places)}
-        known = {place: sys.intern(f"{s.tap}/{which(s.role, call, s.rows)}") for place, (s, call) in sites.items()}
-        return [known[place] for place in places]
+        places = zip(self.columns["site"][at].tolist(), self.columns["call"][at].tolist(), strict=True)
+        return list(map(self._names.__getitem__, places))
+
+    @cached_property
+    def _names(self) -> _PlaceNames:
+        return _PlaceNames(self.sites)
 
     @property
     def ran(self) -> np.ndarray:
@@ -423,7 +438,7 @@ def _columns(sites: TensorSites, rank: int, numbers: Sequence[int], events: Sequ
     if not set(map(type, hashed)) <= {str, type(None)}:
         hashed = [optional_string({"hash": h}, "hash") for h in hashed]
     out["hash"] = np.empty(n, object)
-    out["hash"][:] = [None if h is None else sys.intern(h) for h in hashed]
+    out["hash"][:] = hashed
     out["lost"] = np.zeros(n, bool)
     return out | _of_stats(stats)
 
@@ -455,13 +470,17 @@ def _of_stats(found: Sequence[Any]) -> Columns:
     out["count"][there] = _whole("count", count)
     out["nan"][there], out["inf"][there] = _whole("nan", nan), _whole("inf", inf)
     for name, values in zip(_WORDS, words, strict=True):
-        if not set(map(type, values)) <= {float, type(None)}:
-            values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None
-                      for v in values]  # fmt: skip
-        column = np.array(values, np.float64)
-        column[~np.isfinite(column)] = np.nan  # infinity and NaN, which JSON cannot say, are as good as missing
-        out[name][there] = column
+        out[name][there] = numbers_with_fractions(values)
     return out
+
+
+def numbers_with_fractions(values: Sequence[Any]) -> np.ndarray:
+    """float64 [n]; NaN for all that is no number."""
+    if not set(map(type, values)) <= {float, type(None)}:
+        values = [float(v) if type(v) is int and abs(v) <= MAX_INT else v if type(v) is float else None for v in values]
+    column = np.array(values, np.float64)
+    column[~np.isfinite(column)] = np.nan  # infinity and NaN, which JSON cannot say, are as good as missing
+    return column
 
 
 _STATS: Mapping[str, Any] = {"count": None, "nan": 0, "inf": 0, **dict.fromkeys(_WORDS)}

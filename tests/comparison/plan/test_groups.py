@@ -120,3 +120,20 @@ def test_steps_beyond_all_numbers_do_not_meet(records):
     placed = PlacedRecords(far, np.zeros(len(far), np.int64))
     assert placed.keys.keys() == by_loop(far).keys()
     assert sum(map(len, placed.keys.values())) == sum(map(len, by_loop(far).values()))
+
+
+def test_records_that_are_the_whole_have_the_plans_of_the_general_way(records):
+    """Whatever their order; of a square's rows other records tell where they lie."""
+    base = next(r for r in records if r.tap == "a.c" and r.rank == 0)
+    shapes = ((3, 3), 0), ((3, 5), 1), ((4, 5), 1), ((5, 4), 0), ((3, 5), 1), ((4, 4), 1)
+    own = [replace(base, step=i, shape=shape, rows="tokens", row_dim=dim) for i, (shape, dim) in enumerate(shapes)]
+    found = []
+    for plain in (True, False):
+        placed = PlacedRecords(own, np.zeros(len(own), np.int64))
+        assert placed.plain.tolist() == [False, *[True] * 4, False]
+        placed.plain &= plain
+        each = [merged((placed, placed), (np.array(which), np.array(which)), Joining(({}, {})))[0]
+                for which in itertools.permutations(range(len(own)), 4)]  # fmt: skip
+        found.append([(g.records, g.merge, g.problem, g.row_dim, g.where) for groups in each for g in groups])
+    assert found[0] == found[1]
+    assert {row_dim for (r,), _, _, row_dim, _ in found[0] if r.step == 0} == {0, 1}

@@ -85,11 +85,13 @@ Decided = tuple[np.ndarray, "list[Part] | LazyTable[Part]"]
 
 
 class ByLines:
-    """fits: whether row maps agree with the shapes of a side's groups. Holds nothing but partners."""
+    """fits: of a side's groups, for which row maps agree with their shapes, and which these are; the same arrays where
+    they are equal. Holds nothing but partners."""
 
-    def __init__(self, indices: Indices, fits: Callable[[int, Groups], np.ndarray]):
+    def __init__(self, indices: Indices, fits: Callable[[int, Groups], tuple[np.ndarray, np.ndarray]]):
         self.indices, self.fits = indices, fits
         self._known: dict[tuple[Any, ...], tuple[Partners, Any]] = {}
+        self._fit: dict[tuple[int, int, bool], np.ndarray] = {}
 
     def each(self, units: Sequence[UnitGroups]) -> list[Decided]:
         """Of each of ``units``. Those whose tensors have the same dtype, shape and plan, as most layers' have, are
@@ -121,7 +123,10 @@ class ByLines:
         """Groups of mine that have a partner, by the forms of both."""
         golden, mine = one.golden, one.mine
         met = self._partners(golden, one.usable, mine)
-        fit = np.flatnonzero((met.partner >= 0) & self.fits(1, mine) & (one.whole | ~met.whole))
+        fits = self.fits(1, mine)[0]
+        if (name := (id(met), id(fits), one.whole)) not in self._fit:
+            self._fit[name] = np.flatnonzero((met.partner >= 0) & fits & (one.whole | ~met.whole))
+        fit = self._fit[name]
         if not len(fit) or len(golden.forms) == len(mine.forms) == 1:
             yield from [(fit, met)] if len(fit) else ()
             return
@@ -129,9 +134,7 @@ class ByLines:
         yield from ((fit[pair == form], met) for form in np.unique(pair).tolist())
 
     def _partners(self, golden: Groups, usable: np.ndarray, mine: Groups) -> Partners:
-        # Lists of spaces are as many as sides and live as long as the plan.
-        name = (id(golden.spaces), id(mine.spaces), *(x.tobytes() for x in (
-            usable, golden.space, golden.cell, golden.step, mine.space, mine.cell, mine.step)))  # fmt: skip
+        name = golden.moments, mine.moments, usable.tobytes()
         if name not in self._known:
             self._known[name] = Partners.of(golden, usable, mine, self.indices), (golden.spaces, mine.spaces)
         return self._known[name][0]

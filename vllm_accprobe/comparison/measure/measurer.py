@@ -187,7 +187,9 @@ class UnitMeasurer:
         self.rows = read.RowReader(dumps[0], self.golden), read.RowReader(dumps[1], self.mine)
         self.sides, self.indices = indices.sides, indices
         self.by_lines = ByLines(indices, self._fitting)
+        self._orders: dict[Any, np.ndarray | None] = {}
         self._lengths: dict[tuple[int, int], tuple[np.ndarray, Any]] = {}
+        self._fitted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def measure(self, units: Sequence[Unit]) -> list[MeasuredUnit]:
         """Of each of ``units`` a part for every tensor of mine, in order of steps. Raises DumpError."""
@@ -198,10 +200,13 @@ class UnitMeasurer:
 
     def _groups(self, unit: Unit) -> UnitGroups:
         goldens, mine = Groups.of(unit.golden), Groups.of(unit.mine)
-        order = np.lexsort((mine.cell, np.maximum(mine.step, 0)))
-        mine = mine.only(order) if (order[1:] < order[:-1]).any() else mine
-        can = np.flatnonzero(self._fitting(0, goldens))
-        return UnitGroups(unit, goldens, mine, can, not _SORTED.search(unit.key[0]))
+        name = mine.moments[2:]
+        if name not in self._orders:
+            order = np.lexsort((mine.cell, np.maximum(mine.step, 0)))
+            self._orders[name] = order if (order[1:] < order[:-1]).any() else None
+        if (other := self._orders[name]) is not None:
+            mine = mine.only(other)
+        return UnitGroups(unit, goldens, mine, self._fitting(0, goldens)[1], not _SORTED.search(unit.key[0]))
 
     def _measured(self, groups: UnitGroups, decided: Decided) -> MeasuredUnit:
         unit, goldens, mine, can, _ = groups
@@ -247,19 +252,23 @@ class UnitMeasurer:
         self.mine.forget()
         return found
 
-    def _fitting(self, side: int, groups: Groups) -> np.ndarray:
-        """bool [n]: which groups have a plan, and the row map, made by another journal line, agrees with their own
-        shape."""
-        name = side, id(groups.spaces)
-        if name not in self._lengths:
-            known = self.sides[side].rows
-            lengths = [len(known[where].keys) if where in known else -1 for where in groups.spaces]
-            self._lengths[name] = np.array([*lengths, -2]), groups.spaces
-        rows = [-1 if p is None else -3 if not 0 <= dim < len(p.shape) else p.shape[dim] for p, _, dim in groups.forms]
-        plans = np.array([plan is not None for plan, _, _ in groups.forms], bool)[groups.form]
-        fits = np.array(rows, np.int64)[groups.form] == self._lengths[name][0][groups.space]
-        fitting: np.ndarray = plans & ((groups.space < 0) | fits)
-        return fitting
+    def _fitting(self, side: int, groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+        """(bool [n]: which groups have a plan, and the row map, made by another journal line, agrees with their own
+        shape; their indices)."""
+        rows = tuple(
+            -2 if p is None else -1 if not 0 <= dim < len(p.shape) else p.shape[dim] for p, _, dim in groups.forms
+        )
+        name = side, groups.moments, rows, groups.form.tobytes()
+        if name not in self._fitted:
+            spaces = side, id(groups.spaces)
+            if spaces not in self._lengths:
+                known = self.sides[side].rows
+                lengths = [len(known[where].keys) if where in known else -3 for where in groups.spaces]
+                self._lengths[spaces] = np.array([*lengths, -3]), groups.spaces
+            row = np.array(rows, np.int64)[groups.form]
+            fits = (row > -2) & ((groups.space < 0) | (self._lengths[spaces][0][groups.space] == row))
+            self._fitted[name] = fits, np.flatnonzero(fits)
+        return self._fitted[name]
 
     def _fits(self, side: int, group: Group) -> bool:
         if group.where is None:

@@ -19,23 +19,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_accprobe.align.data_flow import Key
-from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
+from vllm_accprobe.align.ranks import ONE, MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.plan.unit import DEALT_OUT, Group, Moment
 from vllm_accprobe.dump.record_table import ListedRecords, RecordTable, TensorSite, table_of
-from vllm_accprobe.dump.schema import OWN, Record
+from vllm_accprobe.dump.schema import OWN, REPLICATED, Record
 
 Form = tuple["MergePlan | None", str, int]
 """(how records are joined, why they are not, the dimension of their rows)."""
 
 
 class Spaces(list[Space]):
+    """moments: each `Groups.moments` once: most places have the same."""
+
+    @cached_property
+    def moments(self) -> dict[Any, Any]:
+        return {}
+
+    @cached_property
+    def any_vision(self) -> bool:
+        return bool(self.vision.any())
+
     @cached_property
     def vision(self) -> np.ndarray:
         """bool: which are of images; and False, for what has no space (-1)."""
         return np.array([*(name.startswith("vision") for _, _, name in self), False], bool)
 
 
+_NONE = np.zeros(0, np.int64)
 NONE = np.array(None, object)
 """What a hash is compared with that is none."""
 
@@ -46,7 +57,7 @@ class PlacedRecords:
     order: int64, the records by group and rank, of a rank the last; start: int64 [groups + 1], where a group's begin in
     it; cell, step (-1: none): int64 [groups]; space: int64 [groups], index into ``spaces``, -1 without rows. form:
     int64 [groups], equal for groups whose records have the same sites, ranks, and hashes: none, the first record's, or
-    others."""
+    others. plain: bool [groups], whether one record is the whole, whatever the other side has."""
 
     def __init__(self, records: Sequence[Record], cell: np.ndarray):
         """cell: int64 [records]."""
@@ -75,6 +86,7 @@ class PlacedRecords:
         self.spaces = Spaces((cell, step, known[i] if i >= 0 else "") for cell, step, i in named)
         self.space = np.where(rows < 0, -1, number)
         self.form = self._forms(begins)
+        self.plain = t.of_sites(_is_plain)[firsts] & (np.diff(self.start) == 1)
         ends = np.append(np.flatnonzero(np.diff(key[firsts])) + 1, len(firsts)) if len(firsts) else ()
         self.keys: dict[Key, np.ndarray] = {}
         calls = c["call"][firsts].tolist()
@@ -125,9 +137,9 @@ class PlacedRecords:
 
     def find(self, key: Key, any_call: bool) -> np.ndarray:
         """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
-        calls = self.calls(key[0], key[1]) if any_call else [key[2]]
-        found = [self.keys[key[0], key[1], c] for c in calls if (key[0], key[1], c) in self.keys]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        if not any_call:
+            return self.keys.get(key, _NONE)
+        return np.concatenate([_NONE, *(self.keys[key[0], key[1], c] for c in self.calls(key[0], key[1]))])
 
     def of_one_rank(self) -> dict[Key, list[Record]]:
         found: dict[Key, list[Record]] = {}
@@ -141,10 +153,11 @@ class PlacedRecords:
     def hint(self, groups: np.ndarray) -> TensorSite | None:
         """Of the first of ``groups`` that one rank has alone."""
         alone = groups[self.start[groups + 1] - self.start[groups] == 1]
-        return self._site(int(alone[0]), 0) if len(alone) else None
+        return self.site(int(alone[0])) if len(alone) else None
 
-    def _site(self, group: int, member: int) -> TensorSite:
-        return self.records.sites.all[self.records.columns["site"][self.order[self.start[group] + member]]]
+    def site(self, group: int) -> TensorSite:
+        """Of the first record."""
+        return self.records.sites.all[self.records.columns["site"][self.order[self.start[group]]]]
 
     def pieces(self, group: int) -> tuple[TensorSite, list[RankPiece]]:
         """The site of a group's first record, and what is known of its records."""
@@ -178,10 +191,12 @@ class Groups(Sequence[Group]):
         self._made: list[Group | None] = [None] * len(start)
 
     @staticmethod
-    def placed(placed: PlacedRecords, which: np.ndarray, forms: Sequence[Form], form: np.ndarray) -> Groups:
-        start = placed.start[which]
-        return Groups(placed.records, placed.order, start, placed.start[which + 1] - start, placed.cell[which],
-                      placed.step[which], placed.spaces, placed.space[which], forms, form)  # fmt: skip
+    def placed(
+        placed: PlacedRecords, own: slice | np.ndarray, forms: Sequence[Form], form: np.ndarray
+    ) -> Groups:  # fmt: skip
+        start, stop = placed.start[:-1][own], placed.start[1:][own]
+        return Groups(placed.records, placed.order, start, stop - start, placed.cell[own], placed.step[own],
+                      placed.spaces, placed.space[own], forms, form)  # fmt: skip
 
     @staticmethod
     def of(groups: Sequence[Group]) -> Groups:
@@ -255,6 +270,12 @@ class Groups(Sequence[Group]):
         return int(self.cell[at]), None if step < 0 else step
 
     @cached_property
+    def moments(self) -> tuple[int, bytes, bytes, bytes]:
+        """Equal for groups of the same moments and spaces, in the same order, as long as the spaces live."""
+        name = id(self.spaces), self.space.tobytes(), self.cell.tobytes(), self.step.tobytes()
+        return self.spaces.moments.setdefault(name, name)
+
+    @cached_property
     def every(self) -> np.ndarray:
         """Indices of the records of all groups."""
         if len(self) and (self.size == 1).all():
@@ -308,13 +329,13 @@ class Groups(Sequence[Group]):
         record = self.order[self.start[0] + (0 if plan is None else plan.use[0])]
         return self.records.sites.all[self.records.columns["site"][record]].dtype
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         return int(self.records.payload_sizes[self.every].sum())
 
     @property
     def vision(self) -> bool:
-        return bool(self.spaces.vision[self.space].any())
+        return self.spaces.any_vision and bool(self.spaces.vision[self.space].any())
 
 
 @dataclass(frozen=True)
@@ -330,22 +351,31 @@ def merged(
     sides: tuple[PlacedRecords, PlacedRecords], which: tuple[np.ndarray, np.ndarray], joining: Joining
 ) -> tuple[Groups, Groups]:
     """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
-    usual = cache(lambda: _row_dims([*sides[0].sites(which[0]).items(), *sides[1].sites(which[1]).items()]))
     found = []
+    usual: Callable[[], Mapping[int, int]] | None = None
     for side, (placed, own) in enumerate(zip(sides, which, strict=True)):
+        at = _stretch(own)
+        if placed.plain[at].all():
+            form, firsts = _numbered(placed.form[at])
+            found.append(Groups.placed(placed, at, [_whole(placed.site(int(own[i]))) for i in firsts.tolist()], form))
+            continue
+        usual = usual or cache(
+            lambda: _row_dims([x for s, w in zip(sides, which, strict=True) for x in s.sites(w).items()])
+        )
         hints, hint = _hints(sides[1 - side], which[1 - side], placed.step[own], joining, side)
         form, firsts = _numbered(placed.form[own], hint)
         widths = joining.widths[side]
         forms = [_plan(placed, int(own[i]), hints[hint[i]], usual, widths) for i in firsts.tolist()]
-        found.append(Groups.placed(placed, own, forms, form))
+        found.append(Groups.placed(placed, at, forms, form))
     return found[0], found[1]
 
 
-def _numbered(major: np.ndarray, minor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _numbered(major: np.ndarray, minor: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [n], a number for each pair of equal values, in order of first appearance; where each appears first).
     major: numbers below n, or few."""
-    if len(minor) and (major == major[0]).all() and (minor == minor[0]).all():
-        return np.zeros(len(minor), np.int64), np.zeros(1, np.int64)
+    if len(major) and (major == major[0]).all() and (minor is None or (minor == minor[0]).all()):
+        return np.zeros(len(major), np.int64), np.zeros(1, np.int64)
+    minor = np.zeros(len(major), np.int64) if minor is None else minor
     low, high = int(minor.min(initial=0)), int(minor.max(initial=0))
     if high - low > len(minor):
         minor = np.unique(minor, return_inverse=True)[1]
@@ -380,6 +410,26 @@ def _row_dims(sites: Iterable[tuple[TensorSite, int]]) -> dict[int, int]:
         if site.rows is not None and not _square(site.shape, site.row_dim):
             votes[len(site.shape)][site.row_dim] += n
     return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
+
+
+def _is_plain(site: TensorSite) -> bool:
+    return site.layout.kind == REPLICATED.kind and not _square(site.shape, site.row_dim)
+
+
+def _whole(site: TensorSite) -> Form:
+    """What `_plan` makes of one record of a site that is plain."""
+    return _of_shape(site.shape), "", site.row_dim
+
+
+@cache
+def _of_shape(shape: tuple[int, ...]) -> MergePlan:
+    return MergePlan(ONE, (0,), shape)
+
+
+def _stretch(which: np.ndarray) -> slice | np.ndarray:
+    """A slice where these indices follow one another, as those of one place do: it copies nothing."""
+    first, n = int(which[0]), len(which)
+    return slice(first, first + n) if (which == np.arange(first, first + n)).all() else which
 
 
 def _square(shape: tuple[int, ...], dim: int) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -304,7 +305,7 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
     if stepwise is not None:
         partners = dict(stepwise.pairs), {m: g for g, m in stepwise.pairs}
     joining = Joining((widths_of(golden), widths_of(mine)), partners)
-    units = []
+    paired: list[tuple[Any, ...]] = []
     for pair in names.pairs:
         for golden_role, mine_role, role_rule in pair.roles:
             for call in sides[1].calls(pair.mine.tap, mine_role):
@@ -318,9 +319,14 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
                 groups = merged((sides[0], sides[1]), (found, sides[1].keys[key]), joining)
                 golden_key = (pair.golden.tap, golden_role, call)
                 at = place[key] if key in place else place[(*key[:2], 0)]  # a weight of a later step
-                units.append(Unit(key, golden_key, pair.mine.cls, rule, at, 0, *groups, vision=groups[1].vision))
-    units.sort(key=lambda u: u.order)
-    units = with_routers(_with_depths(units, orders[1], layers), [*_modules(golden), *_modules(mine)])
+                paired.append((key, golden_key, pair.mine.cls, rule, at, groups))
+    paired.sort(key=itemgetter(4))
+    depths = _depths([p[0] for p in paired], [p[1] for p in paired], layers)
+    units = [
+        Unit(key, other, cls, rule, at, depth, own[0], own[1], gap=gap, vision=own[1].vision)
+        for (key, other, cls, rule, at, own), (depth, gap) in zip(paired, depths, strict=True)
+    ]
+    units = with_routers(units, [*_modules(golden), *_modules(mine)])
     if unscaled := scaled_elsewhere(units, _modules(golden), _modules(mine)):
         skipped[OTHER_FACTOR] += sum(len(units[i].mine) for i in unscaled)
         units = [u for i, u in enumerate(units) if i not in unscaled]
@@ -403,18 +409,14 @@ def _places(dump: Any, ordered: Iterable[Key], taps: str | None) -> list[TapRole
     return [TapRoles(tap, classes.get(tap, ""), tuple(rs), tuple(sorted(params[tap]))) for tap, rs in roles.items()]
 
 
-def _with_depths(units: list[Unit], order: list[Key], layers: list[Layers]) -> list[Unit]:
-    """``units`` with what lies in front of each, by the dump that shows more of it."""
-    counts = [not u.is_param for u in units]
+def _depths(mine: Sequence[Key], golden: Sequence[Key], layers: Sequence[Layers]) -> list[tuple[int, int]]:
+    """For each place (layers passed, those of them since the place before), by the dump that shows more of it."""
+    counts = [not role.startswith("param.") for _, role, _ in mine]
     passed, between = [], []
-    for side, known in enumerate(layers):
-        keys = [u.key if side else u.golden_key for u in units]
+    for keys, known in zip((golden, mine), layers, strict=True):
         passed.append([known.passed(key) for key in keys])
-        between.append(gaps(passed[side], [tap for tap, _, _ in keys], counts))
-    return [
-        replace(u, depth=max(len(g), len(m)), gap=max(gap))
-        for u, g, m, *gap in zip(units, *passed, *between, strict=True)
-    ]
+        between.append(gaps(passed[-1], [tap for tap, _, _ in keys], counts))
+    return [(max(len(g), len(m)), max(gap)) for g, m, *gap in zip(*passed, *between, strict=True)]
 
 
 def _spans(units: Iterable[Unit]) -> dict[str, tuple[int, int]]:
