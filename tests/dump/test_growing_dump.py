@@ -125,9 +125,12 @@ def test_a_call_that_was_replaced_does_not_come_back(tmp_path: Path, whole: Path
     journal, lines = copied(whole, tmp_path / "d")
     tensor = '{"event":"tensor","tap":"a","role":"output.0","dtype":"float32","shape":[2],"call":0,"seq":0,"step":%d}\n'
     call = '{"event":"op","op":"x","tap":"a","step":%d,"call":0,"slot":0,"args":[],"kwargs":{},"outputs":[]}\n'
-    append(journal, lines[0] + "".join(line % step for step in (0, 1) for line in (tensor, call)).encode())
+    both = "".join(line % step for step in (0, 1) for line in (tensor, call))
+    unplaced = call.replace("%d", "null").replace('"slot":0,', "")  # of no step: never let go
+    append(journal, lines[0] + (both + unplaced).encode())
     growing = GrowingDump(tmp_path / "d")
     assert [[r.step for r in growing.look(after, lambda site: True).records] for after in (-1, 1, 1)] == [[1]] * 3
+    assert [op.step for op in growing.look(1).ops] == [None]
 
 
 def test_a_shorter_journal_behind_a_line_that_is_too_long(
