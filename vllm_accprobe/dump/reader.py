@@ -383,9 +383,7 @@ class RankReader:
             self._parts.append(part)
             self._numbers.append(np.delete(numbers, [i for i, _ in bad]) if bad else numbers)
 
-    def _line(
-        self, number: int, i: int, line: bytes, sites: list[int | None], events: Any
-    ) -> None:  # fmt: skip
+    def _line(self, number: int, i: int, line: bytes, sites: list[int | None], events: Any) -> None:
         """Puts a line by itself where it belongs, that of a tensor into ``sites`` and ``events``."""
         try:
             e = _parse(line)
