@@ -50,3 +50,23 @@ def test_nothing_is_written_beside_the_package(home: str, tmp_path: Path) -> Non
     assert before == {p: p.stat().st_mtime_ns for p in PACKAGE.rglob("*") if p.is_file()}
     kept = {str(p.relative_to(tmp_path)).split(os.sep)[0] for p in tmp_path.rglob("*.nbi")}
     assert kept == {"cache": {"cache"}, "file": set(), "numba": {"theirs"}}[home]
+
+
+SUMS = """
+import numpy as np
+from vllm_accprobe.dump.stats_kernels import moments
+
+for dtype in ("bfloat16", "float16", "float32", "float64", "int32"):
+    moments(np.zeros(64, np.uint8), dtype)
+"""
+
+
+def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environ.pop("NUMBA_CACHE_DIR", None)
+    kept: list[set[Path]] = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", SUMS], env=environ, check=True, timeout=120)
+        kept.append(set(tmp_path.rglob("*.nb?")))
+    assert kept[0] == kept[1] != set()

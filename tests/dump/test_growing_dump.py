@@ -120,6 +120,31 @@ def test_ranks_come_segments_are_closed_and_a_journal_is_repaired(tmp_path: Path
     assert what(growing.look()) == what(open_dump(root))
 
 
+def test_a_call_that_was_replaced_does_not_come_back(tmp_path: Path, whole: Path) -> None:
+    """Both are let go, and with them what says that one took the other's place."""
+    journal, lines = copied(whole, tmp_path / "d")
+    tensor = '{"event":"tensor","tap":"a","role":"output.0","dtype":"float32","shape":[2],"call":0,"seq":0,"step":%d}\n'
+    call = '{"event":"op","op":"x","tap":"a","step":%d,"call":0,"slot":0,"args":[],"kwargs":{},"outputs":[]}\n'
+    both = "".join(line % step for step in (0, 1) for line in (tensor, call))
+    unplaced = call.replace("%d", "null").replace('"slot":0,', "")  # of no step: never let go
+    append(journal, lines[0] + (both + unplaced).encode())
+    growing = GrowingDump(tmp_path / "d")
+    assert [[r.step for r in growing.look(after, lambda site: True).records] for after in (-1, 1, 1)] == [[1]] * 3
+    assert [op.step for op in growing.look(1).ops] == [None]
+
+
+def test_a_shorter_journal_behind_a_line_that_is_too_long(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, lines = copied(whole, tmp_path / "d")
+    monkeypatch.setattr("vllm_accprobe.dump.files.MAX_LINE", 4096)
+    append(journal, b"".join(lines) + b"x" * 5000 + b"\n")
+    growing = GrowingDump(tmp_path / "d")
+    assert growing.look().bad_lines == {0: 1}
+    journal.write_bytes(b"".join(lines[:30]))
+    assert what(growing.look()) == what(open_dump(tmp_path / "d"))
+
+
 @pytest.mark.parametrize("how", ["shorter", "other lines", "gone", "a link"])
 def test_a_journal_that_is_another_one_is_read_from_its_beginning(tmp_path: Path, whole: Path, how: str) -> None:
     journal, lines = copied(whole, tmp_path / "d")

@@ -35,10 +35,10 @@ def rows_of(space: str, shape: str = "[2,4]") -> str:
     return GOOD.replace('"shape":[2,4]', f'"shape":{shape},"rows":"{space}"')
 
 
-def line_by_line(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    """compiled: by machine code, each line for itself, so that the heads of those before are known."""
+def by_way(monkeypatch: pytest.MonkeyPatch, compiled: int) -> None:
+    """compiled: by machine code, so many lines together, by heads of those before; 0: the general way."""
     monkeypatch.setattr("vllm_accprobe.dump.compiled_lines.WORTH", 0 if compiled else 1 << 60)
-    monkeypatch.setattr("vllm_accprobe.dump.reader.LINES", 1)
+    monkeypatch.setattr("vllm_accprobe.dump.reader.LINES", compiled)
 
 
 @pytest.mark.parametrize(("lines", "wanted", "problem"), [
@@ -60,9 +60,9 @@ def line_by_line(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     # Tensors of nobody's rows count among those that are known.
     ((ROWS % PADDING, GOOD, rows_of(PADDING)), [((2, 4), None, "ab")], "0 tensors readable, 2 known"),
 ], ids=("stats", "seq", "shape", "rows", "nan", "pair", "torn", "map", "other map", "none", "padding"))  # fmt: skip
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [0, 1])
 def test_lines_of_a_journal(tmp_path, request, monkeypatch, lines, wanted, problem, compiled):
-    line_by_line(monkeypatch, compiled)
+    by_way(monkeypatch, compiled)
     request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # Python's default, which torch's compiler raises for its whole process
     rank = tmp_path / "rank0000"
@@ -91,7 +91,8 @@ CHANGES = (
     ("12", "18446744073709551616"), ('"0f"', "null"), ('"0f"', '""'), ('"0f"', '"0F"'), ('"0f"', '"x\\n"'),
     ('"ab"', '"ab'), ('"ab"', '"é"'), ("32", "31"), ('"step":7', '"step":null'), ('"seq"', '"call":3,"seq"'),
     ('"seq"', '"hash":"cd","seq"'), ('"min"', '"low"'), ('"off"', '"of"'), ("[2,4]", "[2,5]"), (',"step":0', ""),
-    ("}", ',"more":1}'), ("}", ',"call":1}'), ("{", "[{"),
+    ("}", ',"more":1}'), ("}", ',"call":1}'), ("{", "[{"), ("}}", ",}"),
+    ('"seq":0', '"seq":0,"step":3'),
 )  # fmt: skip
 
 
@@ -105,13 +106,17 @@ def test_lines_that_machine_code_reads(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "run.json").write_text('{"schema": 1}')
     (rank / "seg-00000.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(8192))
     (rank / "journal.jsonl").write_text("\n".join((*FORMS, *changed, *FORMS, *cut, *FORMS, "")))
-    both = []
-    for compiled in (False, True):
-        line_by_line(monkeypatch, compiled)
-        both.append(open_dump(tmp_path))
-    assert both[0].records == both[1].records
-    assert both[0].problems == both[1].problems
-    assert both[0].bad_lines == both[1].bad_lines != {}
+    by_way(monkeypatch, 0)
+    wanted = open_dump(tmp_path)
+    assert wanted.bad_lines[0] > 100
+    for together in (1, 8, 2048):
+        by_way(monkeypatch, together)
+        found = open_dump(tmp_path)
+        assert found.records == wanted.records
+        assert (found.problems, found.bad_lines) == (wanted.problems, wanted.bad_lines)
+        for name, column in found.records.columns.items():
+            if name != "site":
+                np.testing.assert_array_equal(column, wanted.records.columns[name])
     reader = CompiledLines(sites := TensorSites())
     lines = [f"{line}\n".encode() for line in FORMS]
     for line in lines:
@@ -122,16 +127,20 @@ def test_lines_that_machine_code_reads(tmp_path: Path, monkeypatch: pytest.Monke
     assert [r.stats is not None and r.stats.max for r in table] == [False, 2e-05, None, 2e-05, False] * 2
 
 
-def test_a_table_of_heads_that_is_full() -> None:
+@pytest.mark.parametrize("full", ["places", "bytes"])
+def test_a_table_of_heads_that_is_full(monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     """Heads that all want one place are searched for so far and no further; their lines go the general way."""
     reader = CompiledLines(sites := TensorSites())
-    reader._table = np.full(128, -1)
-    lines = [GOOD.replace('"a"', f'"a{i}"').encode() + b"\n" for i in range(400)]
+    if full == "places":
+        reader._table = np.full(128, -1)
+    else:
+        monkeypatch.setattr("vllm_accprobe.dump.compiled_lines._MOST_BYTES", 100 * 2**10)
+    lines = [GOOD.replace('"a"', f'"{i:01000}"').encode() + b"\n" for i in range(400)]
     for line in lines:
         sites.whole(line, orjson.loads(line))
     good, table = reader.read(0, lines)
     assert 64 < good.sum() <= 128
-    assert [r.tap for r in table] == [f"a{i}" for i in np.flatnonzero(good)]
+    assert [r.tap for r in table] == [f"{i:01000}" for i in np.flatnonzero(good)]
 
 
 def table_of(*events: dict[str, Any], rank: int = 0, sites: TensorSites | None = None) -> RecordTable:

@@ -108,9 +108,6 @@ class CompiledLines:
         known = dict(zip(FIELDS, out, strict=True))
         n, counted = out.shape[1], known["count"] >= 0
         columns: Columns = {name: known[name] for name in FIELDS[1:] if name not in ("nbytes", "hash")}
-        columns["off"] = np.where(known["seg"] < 0, 0, known["off"])
-        for name in ("nan", "inf"):
-            columns[name] = np.where(counted, known[name], -1)
         for i, name in enumerate(("min", "max", "mean", "l2")):
             columns[name] = np.full(n, np.nan)
             columns[name][counted] = numbers_with_fractions(values[i::4])

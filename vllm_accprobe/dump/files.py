@@ -324,7 +324,7 @@ def bounded_lines(path: Path, most: int | None = None) -> Iterator[bytes]:
 
 
 _PIECE = 1 << 16
-"""Bytes of a line that are read at once: few lines are longer, and some hundred lie in memory together."""
+"""Bytes of a line that are read at once: few lines are longer, and some thousand lie in memory together."""
 
 
 def journal_lines(path: Path, most: int, number: int = 1, at: int = 0) -> Iterator[tuple[int, list[bytes], int]]:

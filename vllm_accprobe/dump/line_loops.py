@@ -18,8 +18,8 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Index: TypeAlias = NDArray[np.int64]
 
 FIELDS = ("head", "call", "seq", "step", "seg", "off", "nbytes", "count", "nan", "inf", "hash")
-"""Rows of what ``read`` writes; head: -1 for a line that is left; hash: its length; -1 for what a line has not, 0 for
-nan and inf."""
+"""Rows of what ``read`` writes; head: -1 for a line that is left; hash: its length; -1 for what a line has not, but
+off and hash: 0."""
 KEYS = (b',"call":', b',"seq":', b',"step":', b',"hash":"', b',"seg":', b',"off":', b',"nbytes":',
         b',"stats":{"count":', b',"min":', b',"max":', b',"mean":', b',"l2":', b',"nan":', b',"inf":')  # fmt: skip
 MOST_TRIES = 64
@@ -82,8 +82,8 @@ def _tail(text: Any, at: int, keys: Any, cuts: Any, out: Any, n: int, i: int, fl
           used: Any) -> int:  # fmt: skip
     """Whether the text from the first key of `KEYS` on ends as a line of a tensor; its numbers are in ``out``."""
     to, end_hash, length = used[0], used[1], 0
-    step = seg = off = nbytes = count = -1
-    nan = inf = 0
+    step = seg = nbytes = count = nan = inf = -1
+    off = 0
     call, at = _field(text, at, keys, cuts, 0)
     seq = -1
     if at >= 0:

@@ -308,19 +308,18 @@ class RankReader:
                 else:
                     self.bad.append((number, f"{length} bytes long"))
                 self.at, self.number = self.at + length, number + (len(lines) or 1)
-                self._last = lines[-1] if lines else b""
+                self._last = lines[-1] if lines else b"\n"
         except OSError as error:
             self.unreadable = error.strerror or str(error)
         read = self._joined()
+        if gone := superseded(self.ops):
+            read = read.only(np.array([(r.step, r.tap, r.call) not in gone for r in read], bool))
         if after >= 0:
             read = read.only((read.columns["step"] > after) | read.of_sites(kept))
             self.ops[:] = [op for op in self.ops if op.step is None or op.step > after]
         self._before = read
         # The next look begins with what was read: what the files do not hold now they may hold then.
-        table = RecordTable(self.sites, read.columns | {name: read.columns[name].copy() for name in _CHECKED})
-        if gone := superseded(self.ops):
-            table = table.only(np.array([(r.step, r.tap, r.call) not in gone for r in table], bool))
-        self.table = table
+        self.table = RecordTable(self.sites, read.columns | {name: read.columns[name].copy() for name in _CHECKED})
         self.dump.skips += self.skips
         self._check_payloads()
         self._check_rows()
@@ -384,9 +383,7 @@ class RankReader:
             self._parts.append(part)
             self._numbers.append(np.delete(numbers, [i for i, _ in bad]) if bad else numbers)
 
-    def _line(
-        self, number: int, i: int, line: bytes, sites: list[int | None], events: Any
-    ) -> None:  # fmt: skip
+    def _line(self, number: int, i: int, line: bytes, sites: list[int | None], events: Any) -> None:
         """Puts a line by itself where it belongs, that of a tensor into ``sites`` and ``events``."""
         try:
             e = _parse(line)

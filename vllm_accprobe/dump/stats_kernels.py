@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, types  # type: ignore[import-untyped]
+from numba import carray, njit, types  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
 
 from vllm_accprobe.user_cache import numba_kept
@@ -32,6 +32,8 @@ _FAST = {"reassoc", "contract", "nsz"}
 
 _OPTIONS = {"nogil": True, "fastmath": _FAST}
 _compile = numba_kept(**_OPTIONS)
+_inner = njit(**_OPTIONS)
+"""For functions that call others of their closure: numba would keep them, and find none of them again."""
 
 
 @_compile
@@ -105,7 +107,7 @@ def _adds_up(word: Any, infinity: int, value: Any) -> Callable[[np.ndarray], _Su
     the number that such bits are."""
     top, shift = int(np.iinfo(word).max), np.iinfo(word).bits - 1
 
-    @_compile
+    @_inner
     def sum_clean(block: np.ndarray) -> tuple[float, float]:
         s = 0.0
         q = 0.0
@@ -115,7 +117,7 @@ def _adds_up(word: Any, infinity: int, value: Any) -> Callable[[np.ndarray], _Su
             q += v * v
         return s, q
 
-    @_compile
+    @_inner
     def add(block: np.ndarray, sums: Any) -> Any:
         n, low, high, total, squares, nan, inf = sums
         lo, hi = word(top), word(-top - 1)
@@ -143,7 +145,7 @@ def _adds_up(word: Any, infinity: int, value: Any) -> Callable[[np.ndarray], _Su
                 squares += v * v
         return n, low, high, total, squares, nan, inf
 
-    @_compile
+    @_inner
     def every(bits: np.ndarray) -> Any:
         sums = _EMPTY
         for start in range(0, bits.size, _BLOCK):
@@ -190,6 +192,11 @@ def _int32_at(typing: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
 
     return types.CPointer(types.int32)(types.int64), generate
+
+
+@_compile
+def _doubles(bits: np.ndarray) -> _Sums:
+    return _float64(bits)  # type: ignore[no-any-return]
 
 
 @_compile
@@ -244,7 +251,7 @@ def moments(data: np.ndarray, dtype: str) -> tuple[int, float, float, float, flo
     if dtype in KINDS:
         return _piece(data.ctypes.data, data.size, KINDS[dtype])
     if dtype == "float64":
-        n, low, high, total, squares, nan, inf = _float64(data.view(np.int64))
+        n, low, high, total, squares, nan, inf = _doubles(data.view(np.int64))
         if not n:
             return 0, float("inf"), float("-inf"), 0.0, 0.0, nan, inf
         return n, _ordered64(low), _ordered64(high), total, squares, nan, inf
