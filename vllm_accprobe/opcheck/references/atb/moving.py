@@ -77,7 +77,8 @@ def slice_of(o: Operands) -> Tensor:
 
 @moves("AsStridedOperation")
 def as_strided(o: Operands) -> Tensor:
-    x, size, stride, (offset, *_) = o.tensor(0), o.integers("size"), o.integers("stride"), [*o.integers("offset", []), 0]
+    x, size, stride = o.tensor(0), o.integers("size"), o.integers("stride")
+    offset = [*o.integers("offset", []), 0][0]
     decline_if(min([offset, *size, *stride]) < 0, NO_FIT)
     o.fits(math.prod(size))
     if offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) >= max(x.numel(), 1):
