@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from opcheck.layer_dumps import build
 
+from vllm_accprobe.dump.files import MAX_LINE
 from vllm_accprobe.dump.reader import Dump, GrowingDump, open_dump
 from vllm_accprobe.dump.repair import repair
 from vllm_accprobe.dump.schema import JOURNAL
@@ -146,16 +147,19 @@ def test_a_shorter_journal_behind_a_line_that_is_too_long(
 
 
 @pytest.mark.parametrize("how", ["shorter", "other lines", "gone", "a link"])
-def test_a_journal_that_is_another_one_is_read_from_its_beginning(tmp_path: Path, whole: Path, how: str) -> None:
+@pytest.mark.parametrize("end", [b"", b" " * MAX_LINE + b"\n"], ids=["", "behind a line that is too long"])
+def test_a_journal_that_is_another_one_is_read_from_its_beginning(
+    tmp_path: Path, whole: Path, how: str, end: bytes
+) -> None:  # fmt: skip
     journal, lines = copied(whole, tmp_path / "d")
-    append(journal, b"".join(lines))
+    append(journal, b"".join(lines) + end)
     growing = GrowingDump(tmp_path / "d")
     growing.look()
     if how == "shorter":
         journal.write_bytes(b"".join(lines[:30]))
     elif how == "other lines":
         size = journal.stat().st_size
-        journal.write_bytes(b"".join(lines[:1] + lines[40:] + lines[1:40]))
+        journal.write_bytes(b"".join(lines[:1] + lines[40:] + lines[1:40]) + end)
         assert journal.stat().st_size == size
     else:
         journal.unlink()

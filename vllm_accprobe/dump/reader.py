@@ -280,16 +280,17 @@ class RankReader:
         self.torn = 0
         self.unreadable: str | None = None
         self.at, self.number = 0, 1
-        self._last = b""
+        self._last, self._last_at = b"", 0
         self._before: RecordTable | None = None  # what earlier looks read
         self._parts: list[RecordTable] = []
         self._numbers: list[np.ndarray] = []
 
     def continues(self) -> bool:
-        """Whether the journal still has the line that was read last where it was."""
+        """Whether the journal still has the line that was read last where it was, and ends no sooner."""
         try:
             with os.fdopen(open_regular(self.directory / JOURNAL), "rb", buffering=0) as f:
-                return os.pread(f.fileno(), len(self._last), self.at - len(self._last)) == self._last
+                known = os.pread(f.fileno(), len(self._last), self._last_at) == self._last
+                return known and (not self.at or os.pread(f.fileno(), 1, self.at - 1) == b"\n")
         except OSError:
             return False
 
@@ -308,7 +309,8 @@ class RankReader:
                 else:
                     self.bad.append((number, f"{length} bytes long"))
                 self.at, self.number = self.at + length, number + (len(lines) or 1)
-                self._last = lines[-1] if lines else b"\n"
+                if lines:  # one that is too long is not kept
+                    self._last, self._last_at = lines[-1], self.at - len(lines[-1])
         except OSError as error:
             self.unreadable = error.strerror or str(error)
         read = self._joined()

@@ -152,7 +152,9 @@ def test_steps_whose_rows_take_turns_share_decisions_and_keep_their_own_rows(sin
             session.take(state, sites, "m", "M", "output.0", 0, tensor, LANGUAGE)
         made.setdefault(which, []).append(sites["output.0"])
     assert all(len({id(site) for site in made[which][:3]}) == 1 for which in range(3))
-    assert len(sites["output.0"].earlier) == 8  # however many there were: memory is flat
+    kept = [id(site) for site in sites["output.0"].earlier.values()]
+    assert len(kept) == 8  # however many there were: memory is flat
+    assert [id(made[which][-1]) in kept for which in (1, 9)] == [False, True]  # the oldest ones went
     dump = closed(sink, tmp_path)
     records = sorted(dump.records, key=lambda r: (r.step, r.dtype))
     assert len(records) == 2 * len(order)

@@ -70,6 +70,26 @@ def test_what_all_calls_of_a_module_have_is_put_together_once(tmp_path: Path) ->
     assert all("variance_epsilon" not in c.what.attrs for c in found.of(0, "act"))
 
 
+def test_what_is_kept_of_a_module_is_its_own(tmp_path: Path) -> None:
+    """Its attributes on each rank, and what ran inside of it."""
+    x = torch.ones(1, 4)
+    for rank in (0, 1):
+        m = Maker(tmp_path / "d", rank)
+        m.request(0, 1)
+        m.step(0, [(0, 0, 1)])
+        for block in ("a", "b"):
+            m.module(block, "Block", tp_rank=rank)
+            m.call(f"{block}.part", "NobodyKnows", {"x": x}, x)
+            m.call(block, "Block", {"x": x}, x)
+        root = m.close()
+    found = Calls(open_dump(root), None)
+    for rank in (0, 1):
+        for block in ("a", "b"):
+            assert next(found.of(rank, block)).what.attrs == {"tp_rank": rank}
+            inside = found._neighbours._inside(rank, block, (0, 0))["children"]
+            assert [(path, r.rank, r.tap) for path, _, r in inside] == [("part", rank, f"{block}.part")]
+
+
 def test_rows_that_are_no_multiple_of_what_a_loop_takes_are_alone(tmp_path: Path) -> None:
     found = calls(tmp_path / "d", 40)
     assert [o for _, o in to_the_bit(found.of(0, "act"), default_references())] == [None] * len(STEPS)

@@ -301,6 +301,27 @@ def test_truncation_excuses_no_error_that_is_proved(early: bool, away: int) -> N
         assert v.passed or (v.measure, v.row, v.column) == ("element", 3, 4)
 
 
+def test_of_equal_outputs_the_first_element_is_named() -> None:
+    y = exact(3, 4).round()
+    v = verdict.judge(y, y, "int32")
+    assert (v.passed, v.measure, v.value, v.row, v.column) == (True, verdict.EXACT, 0.0, 0, 0)
+    v = verdict.judge(y[:0], y[:0], "int32")
+    assert (v.passed, v.row, v.column) == (True, -1, -1)
+
+
+def test_an_element_without_a_bound_proves_nothing() -> None:
+    """A bound may be NaN where a strange input made it so: of the others the furthest is found, or none."""
+    y, bound = exact(6, 64), torch.full((6, 64), 1e-4, dtype=torch.float64)
+    bound[1, 1] = math.nan
+    mine = rounded(y, "bfloat16")
+    mine[3, 4] += 5.0
+    proof = verdict.judge(y, mine, "bfloat16", bound=bound).beyond_proof
+    assert proof is not None
+    assert (proof.row, proof.column) == (3, 4)
+    v = verdict.judge(y, rounded(y * 1.01, "bfloat16"), "bfloat16", bound=bound + 1.0)
+    assert (v.passed, v.beyond_proof, v.tier) == (False, None, statistic.BEYOND_CHANCE)
+
+
 def test_rows_of_one_step_may_come_from_two_kernels() -> None:
     y = exact(40, 2048)
     noise = 2.0**-8 * y.abs()

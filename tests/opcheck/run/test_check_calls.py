@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, honest
+from opcheck.opcheck_dumps import Maker
 from support.opchecked import rows_of
 
 from vllm_accprobe.dump.journal import StateFinding
@@ -29,6 +31,21 @@ def test_rows_without_their_history_are_skipped_and_counted(tmp_path: Path) -> N
     assert totals(rows).rows_skipped == {
         "its request's earlier rows are not in the dump (prefix hit, or capture began late)": 2
     }
+
+
+def test_outputs_of_one_shape_whose_rows_lie_along_other_dimensions(tmp_path: Path) -> None:
+    """They are not judged together."""
+    m, x = Maker(tmp_path / "d"), torch.arange(1.0, 17.0).reshape(4, 4).bfloat16()
+    m.module("act", "SiLU")
+    m.request(0, 8)
+    y = torch.nn.functional.silu(x.double()).bfloat16()
+    y[1, 3] *= 1.5
+    for step in (0, 1):
+        m.step(step, [(0, 4 * step, 4)])
+        for seq, (role, tensor) in enumerate((("input.x", x), ("output.0", y))):
+            m._put({"event": "tensor", "step": step, "tap": "act", "class": "SiLU", "role": role, "seq": seq,
+                    "rows": "tokens", "row_dim": step}, tensor)  # fmt: skip
+    assert [(r.status, r.position) for r in rows_of(m.close())] == [(FAIL, 1), (FAIL, 4 + 3)]
 
 
 def test_the_checkpoint_stands_in_for_packed_parameters(tmp_path: Path) -> None:

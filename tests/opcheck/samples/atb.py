@@ -382,6 +382,7 @@ def moved_numbers(d: Draw) -> Iterator[Variant]:
     flat = d(30)
     strided = wide(flat)[2 + 7 * np.arange(3)[:, None] + 3 * np.arange(4)]
     yield "AsStrided", {"size": [3, 4], "stride": [7, 3], "offset": [2]}, [flat], [strided]
+    yield "AsStrided", {"size": [3, 4], "stride": [7, 3], "offset": []}, [torch.cat((flat[2:], flat[:2]))], [strided]
     yield "Repeat", {"multiples": [2, 1, 3]}, [w], [np.tile(wide(w), (2, 1, 3))]
     after, part = wide(x).copy(), d(2, 3, 7)
     after[1:3, 2:5] = wide(part)
@@ -447,12 +448,18 @@ def parameters_that_lead_out() -> Iterator[tuple[Call, str]]:
         ("Gather", {"axis": 0}, [square, torch.tensor([7])], "an index lies outside of what it is an index of"),
         ("AsStrided", {"size": [2, 2], "stride": [9, 1], "offset": [0]}, [four], "its strides lead out of its input"),
         ("Slice", {"offsets": [3], "size": [9]}, [four], NO_FIT),
+        ("Slice", {"offsets": [-5], "size": [1]}, [four], NO_FIT),
+        ("IndexAdd", {"indexType": 1, "axis": 0}, [square, integers(1), square, four], NO_FIT),
+        ("Unpad", None, [integers(1, 2, 3, 4)[None], integers(1, 1), four, integers(1)], NO_FIT),
+        ("Unpad", None, [integers(1)[None], integers(1), four, integers(1)], NO_FIT),  # its output has four numbers
         ("Repeat", {"multiples": [1 << 50]}, [four], "its parameters do not fit the output that was captured"),
         ("Transpose", {"perm": [0, 0]}, [square], NO_FIT),
         ("Transpose", {"perm": "10"}, [square], "parameter perm is '10'"),
         ("Split", {"splitSizes": [1, 9]}, [four], NO_FIT),
     ):
         yield atb_call(f"{kind}Operation", param, inputs, [square]), why
+    none = torch.zeros(0)
+    yield atb_call("OnehotOperation", {"depth": 1 << 50}, [none], [none]), "do not fit the output that was captured"
 
 
 # --- reductions, routing --------------------------------------------------------------------------------------------

@@ -215,11 +215,11 @@ def proved(y: Tensor, half: Tensor, bound: Tensor, power: Tensor) -> Tensor:
 
 def _beyond_proof(size: Tensor, limit: Tensor, variance: Tensor) -> WorstFound | None:
     """The element of ``size`` [rows, width] that is furthest beyond its proved ``limit``; None where none is."""
-    width, at = size.shape[1], int((size / limit).argmax())
-    row, column = at // width, at % width
-    value, most, floor = (float(x[row, column]) for x in (size, limit, variance))
-    if value <= most:
+    times = torch.where(size > limit, size / limit, 0.0)  # NaN is no proof
+    if not bool(times.any()):
         return None
+    row, column = divmod(int(times.argmax()), size.shape[1])
+    value, most, floor = (float(x[row, column]) for x in (size, limit, variance))
     return WorstFound(ELEMENT, *in_deviations(value, most, floor**0.5), row, column, math.inf, size.numel())
 
 

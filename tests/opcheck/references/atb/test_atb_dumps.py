@@ -9,6 +9,7 @@ from atb_dumps import MadeCall, judged, rows_of, write_call
 from opcheck.samples import atb
 from opcheck.samples.dtypes import HALF
 from opcheck.samples.sample import Draw
+from reference_calls import evaluated
 from support.peer_dumps import unpack
 
 from vllm_accprobe.opcheck.reference import Call, Declined
@@ -32,6 +33,22 @@ def test_samples_from_dumps_pass(tmp_path: Path, make) -> None:
         found = judged(tmp_path / str(n), of(made.call))
         assert {r: found[r].status for r in made.call.outputs} == dict.fromkeys(made.call.outputs, PASS), found
         assert {(r.cls, r.tap) for r in found.values()} == {(made.call.cls, made.call.name)}
+
+
+def test_each_call_has_its_own_parameters(tmp_path: Path) -> None:
+    for token, length in enumerate((2, 3, 2, 2)):
+        x = torch.randn(2, 4, 5).half()
+        cut = torch.cat([x[0, :length], x[1, :4]])
+        param = {"qSeqLen": [length, 4]} if token < 3 else None
+        write_call(tmp_path, MadeCall("UnpadWithHiddenStateOperation", param, [x], [cut]), token=token)
+    assert [row.status for row in rows_of(tmp_path)] == [PASS, PASS, PASS, SKIP]
+
+
+def test_an_empty_tensor_has_parts(tmp_path: Path) -> None:
+    x = torch.zeros(0, 5).half()
+    call = Call("0", "SplitOperation", {"0": x}, attrs={"param": {"splitDim": 0, "splitNum": 2}},
+                outputs={"output.0": x, "output.1": x})  # fmt: skip
+    assert evaluated(call).keys() == call.outputs.keys()
 
 
 COSINE = MadeCall("ElewiseOperation", {"elewiseType": 3}, [torch.zeros(2, 3).half()], [torch.ones(2, 3).half()])

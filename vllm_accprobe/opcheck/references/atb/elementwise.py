@@ -233,7 +233,7 @@ def fill(o: Operands) -> Tensor:
 def onehot(o: Operands) -> Tensor:
     """(indices, one, zero): a new dimension ``axis`` of ``depth``."""
     x, depth, out = o.tensor(0).long(), o.param("depth", 0), o.output()
-    o.fits(x.numel() * depth)
+    o.fits(max(x.numel(), 1) * depth)  # none of an empty input: it would not bound the depth
     dim = axis_of(o.param("axis", 0), x.dim() + 1)
     at = x.unsqueeze(dim) == torch.arange(depth).reshape(-1, *[1] * (x.dim() - dim))
     one, zero = o.maybe(1), o.maybe(2)

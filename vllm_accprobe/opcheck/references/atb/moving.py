@@ -28,8 +28,9 @@ moves: Any = partial(operator, moves=True)
 
 def _split(o: Operands) -> Any:
     dim, count = o.axis("splitDim", 0), o.param("splitNum", 2)
-    long = o.tensor(0).shape[dim]
-    return o.tensor(0).split(o.integers("splitSizes", []) or [long // count] * min(count, long), dim)
+    x, long = o.tensor(0), o.tensor(0).shape[dim]
+    most = max(long, len(o.call.outputs))  # an empty one has parts, too
+    return x.split(o.integers("splitSizes", []) or [long // count] * min(count, most), dim)
 
 
 _AT_ONCE: Mapping[str, Callable[[Operands], Any]] = {
@@ -69,13 +70,15 @@ def slice_of(o: Operands) -> Tensor:
     y = o.tensor(0)
     for dim, (offset, size) in enumerate(zip(o.integers("offsets"), o.integers("size"), strict=True)):
         first = offset if offset >= 0 else offset + y.shape[dim]
+        decline_if(first < 0, NO_FIT)  # torch would count it from the end again
         y = y.narrow(dim, first, size if size != -1 else y.shape[dim] - first)
     return y
 
 
 @moves("AsStridedOperation")
 def as_strided(o: Operands) -> Tensor:
-    x, size, stride, (offset, *_) = o.tensor(0), o.integers("size"), o.integers("stride"), o.integers("offset", [0])
+    x, size, stride = o.tensor(0), o.integers("size"), o.integers("stride")
+    offset = [*o.integers("offset", []), 0][0]
     decline_if(min([offset, *size, *stride]) < 0, NO_FIT)
     o.fits(math.prod(size))
     if offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) >= max(x.numel(), 1):
@@ -126,27 +129,23 @@ def _runs(lengths: list[int], count: int, most: int) -> list[int]:
     return lengths
 
 
-def _at_front(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` and zeros behind, int64, in the shape of ``like``."""
-    return torch.cat((values.long(), torch.zeros(like.numel() - len(values), dtype=torch.int64))).reshape(like.shape)
-
-
 @moves("UnpadOperation")
 def unpad(o: Operands) -> list[Tensor]:
     """(tokens [batch, most], sums of paddings, number of tokens, lengths) → (tokens, offsets, offset of each)"""
     ids = o.tensor(0)
-    lengths, sums = _runs(o.tensor(3).reshape(-1).tolist(), *ids.shape), o.tensor(1).reshape(-1).long()
-    before = torch.cat((torch.zeros(1, dtype=torch.int64), sums[:-1]))
-    kept = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
-    own = before.repeat_interleave(torch.tensor(lengths))
-    return [_at_front(t, o.output(k)) for k, t in enumerate((kept, before, own))]
+    lengths, sums = _runs(o.counts(3), *ids.shape), o.counts(1)
+    decline_if(len(sums) != len(ids), NO_FIT)
+    before, found = torch.tensor([0, *sums[:-1]]), torch.zeros(2, ids.numel(), dtype=torch.int64)
+    found[0, : sum(lengths)] = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
+    found[1, : sum(lengths)] = before.repeat_interleave(torch.tensor(lengths))
+    return [t.reshape(o.output(k).shape) for k, t in enumerate((found[0], before, found[1]))]
 
 
 @moves("PadOperation")
 def pad(o: Operands) -> Tensor:
     """(rows, offset of each, lengths, tokens [batch, most]) → the last row of each request."""
-    lengths = o.tensor(2).reshape(-1)
-    ends = torch.tensor(_runs(lengths.tolist(), len(lengths), o.tensor(3).shape[-1])).cumsum(0) - 1
+    lengths = o.counts(2)
+    ends = torch.tensor(_runs(lengths, len(lengths), o.tensor(3).shape[-1])).cumsum(0) - 1
     return o.tensor(0)[within(ends, len(o.tensor(0)))]
 
 
@@ -195,10 +194,11 @@ def index_add(o: Operands) -> Expected:
     """(x, indices, updates, alpha), or with INDEX_ADD_VALID (x, indices, updates, how many of them are valid)."""
     x, kind, axis = o.wide(0), o.param("indexType", 0), o.axis("axis", 0)
     decline_if(kind not in (1, 2), f"indexType {kind} is none that is known here")
-    last = float(o.tensor(3).reshape(-1)[0])
-    valid, alpha = (int(last), 1.0) if kind == 2 else (len(o.tensor(1)), last)
-    at, more = within(o.tensor(1)[:valid], x.shape[axis]), o.wide(2).narrow(axis, 0, valid)
-    y, size = x.index_add(axis, at, more, alpha=alpha), x.abs().index_add(axis, at, more.abs(), alpha=abs(alpha))
+    last, at, more = float(o.tensor(3).reshape(-1)[0]), o.tensor(1), o.wide(2)
+    if kind == 2:
+        at, more, last = at[: int(last)], more.narrow(axis, 0, int(last)), 1.0
+    at = within(at, x.shape[axis])
+    y, size = x.index_add(axis, at, more, alpha=last), x.abs().index_add(axis, at, more.abs(), alpha=abs(last))
     times = float(torch.bincount(at).max()) if len(at) else 0.0
     # each addition may be rounded to the tensor's dtype
     least = subnormal(o.unit, times)
