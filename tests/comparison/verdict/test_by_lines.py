@@ -8,6 +8,7 @@ import pytest
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.comparison import engine
+from vllm_accprobe.comparison.pair import FAIL
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.comparison.verdict.judging import _Judge, judge
@@ -54,3 +55,10 @@ def test_units_that_are_judged_alone_lie_between_others(measured, monkeypatch):
 def test_parts_of_a_saved_comparison_are_judged_alike(measured):
     saved = replace(measured, units=[replace(u, parts=list(u.parts)) for u in measured.units])
     assert said(judge(saved, Standard())) == said(judge(measured, Standard()))
+
+
+def test_an_error_whose_square_is_no_number_is_judged(measured):
+    """As where golden's tensor is all but 0."""
+    huge = {"identical": False, "stats": (1e300, 0.0), "figures": ((1.0,) * 4, (0.0,) * 4)}
+    units = [u if u.is_param else replace(u, parts=[replace(p, **huge) for p in u.parts]) for u in measured.units]
+    assert judge(replace(measured, units=units), Standard()).verdict == FAIL
