@@ -86,6 +86,7 @@ def varied(unit: MeasuredUnit, of: random.Random) -> MeasuredUnit:
         more = {"identical": same, "stats": None if same else (of.choice(numbers), of.choice(numbers))}
         more |= {"figures": None if same else ((1.0, 0.0, of.random(), 2.0), (1.0, None, 0.5, 2.0))}
         more |= {"nonfinite": of.choice([0, 3]) if same else 0, "zero": of.random() < 0.2, "rank": of.choice([None, 1])}
+        more |= {"moment": of.choice([part.moment, part.moment, (0, 99)])}  # of a step that no rows are known of
         if not table:
             more |= {"few": of.random() < 0.1, "replicas": "two" * (of.random() < 0.02), "by": ""}
             form |= {"dtype_mine": of.choice(["bfloat16", "int32"])} if of.random() < 0.1 else {}
