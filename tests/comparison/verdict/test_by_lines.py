@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from dataclasses import fields, replace
 
 import numpy as np
@@ -107,7 +108,10 @@ def test_whatever_lines_decided_is_judged_together_as_each_alone(measured, monke
         monkeypatch.setattr(
             origin_entries, "judge_flips", lambda _, traces, *more: kept.append(traces) or flips(_, traces, *more)
         )
-        found.append(said(judge(replace(measured, units=units), Standard())))
+        found.append(said(result := judge(replace(measured, units=units), Standard())))
+    parts = (p for u in units if not u.is_param for p in u.parts if p.identical)
+    pairs = (p for p in result.table if p.identical and not p.role.startswith("param."))
+    assert Counter((p.nonfinite, p.zero) for p in parts) == Counter((p.nonfinite, p.cosine is None) for p in pairs)
     each = [[[getattr(value, "keys", value) for value in vars(t).values()] for t in traces] for traces in kept]
     assert repr(each[0]) == repr(each[1]) == repr(each[2])
     assert found[0] == found[1] == found[2]
