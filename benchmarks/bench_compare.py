@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="accprobe-bench-", dir=arguments.dir) as name:
-        root = Path(name)
+        root = Path(name).resolve()
         # As installed: a process that may not keep its compiled modules would compile them each time.
         installed = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(root / "pycache")}
         size = int(arguments.gb * 1e9)
@@ -173,7 +173,7 @@ def peer(
         str(root / "mine"),
         "--no-replay",
     ]
-    rounds = [run([*command, "--out", str(root / f"ours{i}")], installed) for i in range(4)][1:]
+    rounds = [run([*command, "--out", str(root / f"ours{i}")], installed, root) for i in range(4)][1:]
     with (root / "ours1" / "compare.csv").open() as f:
         if sum(1 for _ in f) != i + 1:
             raise SystemExit(f"accprobe's table has not the {i} pairs of msprobe's dumps")

@@ -71,7 +71,7 @@ def test_a_changed_pair_changes_its_own_columns_alone(pairs):
     assert "dtype_golden" in found.same
 
 
-@pytest.mark.parametrize("failed", [(), (1,), range(6)])
+@pytest.mark.parametrize("failed", [(), (0,), (1,), range(6)])
 def test_files_and_page_do_not_show_what_lies_together(pairs, failed):
     pairs = pairs.changed({i: replace(pairs[i], status=FAIL) for i in failed})
     assert "".join(pair_lines(pairs, None)) == "".join(pair_lines(alone(pairs), None))

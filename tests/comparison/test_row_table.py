@@ -12,11 +12,13 @@ import pytest
 from synthetic_model import capture, scaled
 
 from vllm_accprobe import spill_buffer
-from vllm_accprobe.comparison import engine, store
+from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK, RowSet
+from vllm_accprobe.comparison import engine, row_table, store
 from vllm_accprobe.comparison.coverage import UNKNOWN, finished
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.pair import Counts, Pair, Pairs
 from vllm_accprobe.comparison.plan.unit import family
+from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.judge.near_ties import ROWS_AFTER, Routing
 from vllm_accprobe.report.html import page
 from vllm_accprobe.spill_buffer import SpillBuffer
@@ -73,6 +75,24 @@ def test_what_passes_is_not_sampled():
     assert noisy.verdict == "pass"
     assert noisy.samples == ()
     assert not np.nan_to_num(noisy.rows.ratio).max() > 1
+
+
+def test_a_table_has_the_rows_of_each_pair_in_turn(monkeypatch):
+    monkeypatch.setattr(row_table, "OFTEN", 3)
+    sets = [RowSet((i << POSITION_BITS) + np.arange(n) + 10 * i, np.arange(n) > 0) for i, n in enumerate((3, 1, 0, 2))]
+    log, each = RowLog(_differs=True), [(0, 0.5), (3, np.array([1.0, 2.0], np.float32)), (2, 0.0), (1, 0.0), (0, 0.25)]
+    for which, error in each:
+        log.add((sets[which], error))
+    log.reorder(np.arange(5)[::-1])
+    found = log.table(np.full(5, 2.0), {})
+    expected = []
+    for i, (which, error) in enumerate(each[::-1]):
+        rows = sets[which]
+        for k, d, e in zip(rows.keys, rows.decode, np.broadcast_to(error, len(rows)), strict=True):
+            expected.append((i, str(k >> POSITION_BITS), k & POSITION_MASK, d, e))
+    owners = [found.requests[i] for i in found.request]
+    assert list(zip(found.pair, owners, found.position, found.decode, found.error, strict=True)) == expected
+    assert found.ratio.tolist() == [e / 2 for *_, e in expected]
 
 
 def test_families():

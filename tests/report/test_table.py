@@ -6,6 +6,7 @@ import math
 from report_examples import comparison, pair
 
 from vllm_accprobe.comparison.pair import ratio
+from vllm_accprobe.report import table
 from vllm_accprobe.report.table import write_csv
 from vllm_accprobe.report.text import MISSING, against, capital, count, more, num, place, safe, times
 
@@ -24,6 +25,14 @@ def test_no_cell_is_a_formula_and_no_name_breaks_the_file(tmp_path):
     assert row["golden"] == '\'=HYPERLINK("http://x")'
     assert row["mine"] == r"\udcff"
     assert (row["max_abs_golden"], row["rel_l2"], row["limit"], row["message"]) == ("-1.5", "nan", "", 'a, "b"\nc')
+
+
+def test_a_column_of_different_texts_is_written_as_each_alone():
+    for odd in ("=1", "+1", "-", "@a", "\t", "\r", 'a"b', "a\nb", "a\r", "a,b", "", "5%", None, (1, 2)):
+        for at in (0, 50):
+            texts = [f"text {i}" for i in range(99)]
+            texts[at] = odd
+            assert table._cells(True, texts) == list(map(table._text, texts))
 
 
 # --- strings, numbers and places, as all reports spell them ---

@@ -129,7 +129,7 @@ class RowLog:
         """Pairs of some units, with their rows, and the one error that all rows of a pair have: float [pairs]. roles,
         limits: of each unit; of: int64 [pairs], the unit of each."""
         self._differs |= bool(errors.any())
-        errors = errors.astype(np.float32)
+        errors = _float32(errors)
         given = np.array([_all_kept(role) for role in roles], bool)[of]
         kept = given | (errors > np.array(limits, np.float32)[of])
         usable = {own: len(own.decode) == len(own.keys) for own in dict.fromkeys(rows)}
@@ -143,7 +143,7 @@ class RowLog:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
         if not len(rows) or len(rows.decode) != len(rows) or pair.role.startswith("param."):
             return NOT_KEPT
-        error = error.astype(np.float32)
+        error = _float32(error)
         over = np.flatnonzero(error > (pair.limit or 0.0))
         if len(error) == 1:
             self._differs |= bool(error.any())
@@ -204,6 +204,11 @@ class RowLog:
             out.error[here] = error
             out.rest()
         return out
+
+
+def _float32(errors: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # infinite, then
+        return errors.astype(np.float32)
 
 
 def _all_kept(role: str) -> bool:

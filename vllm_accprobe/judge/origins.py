@@ -333,7 +333,8 @@ class _Search:
         if c.tier == PROVED:
             return 0.0
         worst = int(np.argmax(c.err - c.explained))
-        made = math.sqrt(max(float(c.err[worst]) ** 2 - float(c.explained[worst]) ** 2, 0.0))
+        err, explained = float(c.err[worst]), float(c.explained[worst])
+        made = math.sqrt(max(err * err - explained * explained, 0.0))  # ** raises where a square is too large
         return chance_of_size(made, self.siblings.made, self.siblings.chance.places)
 
     def _take_stats(self) -> None:

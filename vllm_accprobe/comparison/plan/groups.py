@@ -191,9 +191,7 @@ class Groups(Sequence[Group]):
         self._made: list[Group | None] = [None] * len(start)
 
     @staticmethod
-    def placed(
-        placed: PlacedRecords, own: slice | np.ndarray, forms: Sequence[Form], form: np.ndarray
-    ) -> Groups:  # fmt: skip
+    def placed(placed: PlacedRecords, own: slice | np.ndarray, forms: Sequence[Form], form: np.ndarray) -> Groups:
         start, stop = placed.start[:-1][own], placed.start[1:][own]
         return Groups(placed.records, placed.order, start, stop - start, placed.cell[own], placed.step[own],
                       placed.spaces, placed.space[own], forms, form)  # fmt: skip
@@ -418,12 +416,7 @@ def _is_plain(site: TensorSite) -> bool:
 
 def _whole(site: TensorSite) -> Form:
     """What `_plan` makes of one record of a site that is plain."""
-    return _of_shape(site.shape), "", site.row_dim
-
-
-@cache
-def _of_shape(shape: tuple[int, ...]) -> MergePlan:
-    return MergePlan(ONE, (0,), shape)
+    return MergePlan(ONE, (0,), site.shape), "", site.row_dim
 
 
 def _stretch(which: np.ndarray) -> slice | np.ndarray:

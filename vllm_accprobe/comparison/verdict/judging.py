@@ -709,7 +709,7 @@ class _Judge:
             total, _, rounding = limits[i]
             return check.floor_of(parts.units[i].key, phase, worst, total.row, rounding)
 
-        allowed, kept = [total.row for total, *_ in limits], list[Union]()
+        allowed = [total.row for total, *_ in limits]
         errors = values = np.zeros(n)
         if identical:
             pairs = pair_status.equal_pairs(parts, allowed, floor_of)
@@ -726,28 +726,24 @@ class _Judge:
             rows = [speaks if bad else of for bad, of, speaks in zip(failed, rows, spoken, strict=True)]
         self.rows += rows
         one = ((lengths != 1) | whole) & (lengths > 0)
-        shared: dict[int, np.ndarray] = {}
+        shared: dict[Union, np.ndarray] = {}
         there = errors > 0
         for i, here in enumerate(parts.stretches()):
             unit, (total, created, _) = parts.units[i], limits[i]
             if unit.key[:2] == (SAMPLER, TOKEN):
                 continue
             seen = self.unions.of(spoken[here])
-            if id(seen) not in shared:  # of most places the same
-                shared[id(seen)] = _by_row(seen, one[here], lengths[here])
-                kept.append(seen)
+            if seen not in shared:  # of most places the same
+                shared[seen] = _by_row(seen, one[here], lengths[here])
             which, known, everywhere = _NO_ROWS[0], _NO_ROWS[1:], 0.0
-            some = there[here]
-            if not identical and some.any():
-                n = lengths[here]
-                which, (err, rel) = (
-                    np.flatnonzero(np.repeat(some, n)),
-                    (np.repeat(v[here][some], n[some]) for v in (errors, errors if whole else values)),
-                )
+            some, long = there[here], lengths[here]
+            if some.any():
+                which = np.flatnonzero(np.repeat(some, long))
+                err, rel = (np.repeat(v[here][some], long[some]) for v in (errors, errors if whole else values))
                 known = err, rel, np.zeros(len(which)), *[np.zeros(len(which), bool)] * 2
-                everywhere = float(errors[here][some & (n == 0)].max(initial=0.0)) if whole else 0.0
+                everywhere = float(errors[here][some & (long == 0)].max(initial=0.0)) if whole else 0.0
             yield i, self._trace(unit, seen, which, known, created.row, everywhere, max(total.row, 0.0),
-                                 not identical, shared=shared[id(seen)])  # fmt: skip
+                                 not identical, shared=shared[seen])  # fmt: skip
 
     def _trace(
         self, unit: MeasuredUnit, rows: Union, which: np.ndarray, columns: RowColumns, limit: float,

@@ -195,7 +195,8 @@ def statistics_pairs(
         columns["worst_request"], columns["worst_position"] = zip(*known, strict=True)
     floors = [floor_of(i, phase, 1.0) for i, phase in zip(at.of, at.phases, strict=True)]
     by = np.array([floor or np.nan for floor, *_ in floors])[at.which]
-    columns["x_floor"] = (values / by).tolist()
+    with np.errstate(over="ignore"):  # infinite, then
+        columns["x_floor"] = (values / by).tolist()
     if (none := np.isnan(by)).any():
         columns["x_floor"] = [None if no else v for v, no in zip(columns["x_floor"], none.tolist(), strict=True)]
     floor, source, _ = zip(*floors, strict=True)
