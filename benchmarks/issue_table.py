@@ -12,6 +12,7 @@ rounds that are complete count. Not here: what only minutes of an engine show (b
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -55,7 +56,7 @@ class Bench:
     @property
     def env(self) -> dict[str, str]:
         """As installed: compiled modules and kernels are kept."""
-        home = self.root / f"home-{self.tree.name}"
+        home = self.root / f"home-{hashlib.sha256(str(self.tree).encode()).hexdigest()[:8]}"
         return {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(home / "pyc"),
                 "XDG_CACHE_HOME": str(home / "cache"), "HOME": str(home)}  # fmt: skip
 
