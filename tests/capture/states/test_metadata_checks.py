@@ -75,6 +75,14 @@ def test_kernel_blocks_are_held_against_the_schedulers() -> None:
     assert wrong.block == 6
 
 
+def test_prefills_and_decodes_may_have_their_blocks_apart() -> None:
+    table = torch.tensor([[3, 7, 0], [5, 0, 0]])
+    apart = {"prefill_block_tables": table[:1], "block_tables": table[1:]}
+    assert said(schedule(), paged(block_table=None, **apart)) == []
+    (wrong,) = said(schedule(), paged(block_table=None, **{**apart, "block_tables": table[1:] + 1}))
+    assert (wrong.name, wrong.block) == ("b", 6)
+
+
 def recurrent(**changes: Any) -> SimpleNamespace:
     values = {
         "state_indices_tensor_d": torch.tensor([[3]], dtype=torch.int32),

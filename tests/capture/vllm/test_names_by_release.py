@@ -30,6 +30,7 @@ NOT_VLLMS = {
     "decode": "a part of a name", "prefill": "a part of a name",
     "events": "a setting", "full": "a setting", "kv": "our word", "gate": "our word",
     "up": "our word", "block_tables": "of metadata of 0.11, and of vendors",
+    "prefill_block_tables": "of metadata of 0.11",
     "enable_sequence_parallelism": "of 0.11, with pass_config",
     "batch_sharder": "a mode, see names_by_release.py", "adaptive_verification": "a mode", "model_state": "a mode",
     "num_new_sampled_tokens_per_step": "a mode", "use_sequence_parallel_moe": "a mode", "enable_sp": "a mode",

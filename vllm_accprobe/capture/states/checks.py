@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vllm_accprobe.capture.states.schedule import STATE, Schedule, ScheduledRequest
-from vllm_accprobe.capture.vllm.vllm_compat import BLOCK_TABLES
+from vllm_accprobe.capture.vllm.vllm_compat import block_table
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 
@@ -240,8 +240,8 @@ def metadata_checks(
         numbers = getattr(metadata, name, None)
         if isinstance(numbers, torch.Tensor) and numbers.dim() == 1:
             found.append(MetadataCheck(what, numbers[: len(rows) + more], check, len(rows)))
-    table = next((t for n in BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
-    if table is not None and table.dim() == 2:
+    table = block_table(metadata)
+    if table is not None:
         columns = [schedule.touched(g, one) for one in requests]
         compare = partial(_tables, rows, columns, split, holders, group.block_size)
         found.append(MetadataCheck("tables", table[: len(rows)], compare, sum(map(len, columns))))

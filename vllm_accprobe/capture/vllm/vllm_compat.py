@@ -162,8 +162,18 @@ def metadata_of_layer(layer: str) -> tuple[Any, Any]:
     return metadata, slots.get(layer) if isinstance(slots, dict) else None
 
 
-BLOCK_TABLES = ("block_table", "block_table_tensor", "block_tables")
+_BLOCK_TABLES = ("block_table", "block_table_tensor", "block_tables")
 """What backends call the block table in their metadata."""
+
+
+def block_table(metadata: Any) -> torch.Tensor | None:
+    """The blocks of each request, [requests, blocks], by a backend's metadata; None where it has none. 0.11's backend
+    for processors keeps those of prefills, which come first, apart."""
+    table = next((t for n in _BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
+    first = getattr(metadata, "prefill_block_tables", None)
+    if table is not None and isinstance(first, torch.Tensor):
+        table = torch.cat([first, table])
+    return table if table is not None and table.dim() == 2 else None
 
 
 @dataclass(frozen=True)
@@ -189,10 +199,10 @@ def batch_of_layer(layer: str) -> LayerBatch | None:
     """Of the layer that the engine calls so, in the forward that runs; None where its metadata does not say."""
     metadata, slots = metadata_of_layer(layer)
     slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
-    table = next((t for n in BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
+    table = block_table(metadata)
     begins, lengths = (getattr(metadata, name, None) for name in ("query_start_loc", "seq_lens"))
     found = slots, table, begins, lengths
-    if not all(isinstance(t, torch.Tensor) for t in found) or table is None or table.dim() != 2:
+    if not all(isinstance(t, torch.Tensor) for t in found) or table is None:
         return None
     slots, table, begins, lengths = (t.detach().cpu().long() for t in found if t is not None)
     n = min(len(begins) - 1, len(lengths), len(table))
