@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from synthetic_model import capture, scaled, write
+from synthetic_model import MemoryDump, capture, scaled, write
 
 from vllm_accprobe.align.tokens import NO_ROWS, RowSet
 from vllm_accprobe.comparison import engine
@@ -55,6 +55,45 @@ def test_units_that_are_judged_alone_lie_between_others(measured, monkeypatch):
     together = said(judge(measured, Standard()))
     by_lines = _Judge._by_lines
     monkeypatch.setattr(_Judge, "_by_lines", lambda self, unit: unit.order % 3 > 0 and by_lines(self, unit))
+    assert together == said(judge(measured, Standard()))
+
+
+LOGITS, CHOICE = "input.router_logits", "input.topk_ids"
+
+
+def routed(choice: list[int] | None, values: bool, packed: bool, noise: float = 0.0) -> MemoryDump:
+    """With a router's logits and choice of the last row, whose second and third expert are as good. values: of these;
+    all else has statistics and hashes. packed: a pack, in which no experts of earlier rows were compared."""
+    dump, tap = capture(prompts={"a": [3, 14]}, tokens=3, noise=noise), "model.layers.0.mlp"
+    last = max(step for _, step in dump.steps)
+    dump.add(0, last, tap, LOGITS, np.array([[2, 1, 1, 0]]), "bfloat16", 12, "tokens")
+    if choice:
+        dump.add(0, last, tap, CHOICE, np.array([choice]), "int32", 12, "tokens")
+    dump.records = [r if values and r.role in (LOGITS, CHOICE) else replace(r, payload=None) for r in dump.records]
+    experts = {"top_k": 2, "global_num_experts": 4}
+    dump.modules[0] = [replace(m, attrs=experts) if m.tap == tap else m for m in dump.modules[0]]
+    dump.run["packed"] = packed
+    return dump
+
+
+AFTER, OTHER, BEHIND = "rows after a router's near tie", "1 row went to other experts", "read earlier rows behind"
+EITHER = [0, 1], [0, 2]
+
+
+@pytest.mark.parametrize(("choices", "values", "packed", "noise", "note"), [
+    (EITHER, True, False, 0.0, AFTER),  # what follows is equal, and with noise has statistics
+    (EITHER, True, False, 0.001, AFTER),
+    (EITHER, False, False, 0.0, OTHER),
+    (EITHER, False, True, 0.001, BEHIND),
+    ((None, None), False, True, 0.001, BEHIND),
+])  # fmt: skip
+def test_what_a_router_did_is_judged_as_each_alone(monkeypatch, choices, values, packed, noise, note):
+    dumps = engine.open_both(routed(choices[0], values, packed), routed(choices[1], values, packed, noise))
+    measured = engine._Run(dumps, engine.make_plan(*dumps)).measure()
+    assert sum(decided_alike(u.parts) for u in measured.units) > 10
+    together = said(judge(measured, Standard()))
+    assert note in str(together[1])
+    monkeypatch.setattr(_Judge, "_by_lines", lambda *_: False)
     assert together == said(judge(measured, Standard()))
 
 
