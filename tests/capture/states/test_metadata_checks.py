@@ -81,6 +81,8 @@ def test_prefills_and_decodes_may_have_their_blocks_apart() -> None:
     assert said(schedule(), paged(block_table=None, **apart)) == []
     (wrong,) = said(schedule(), paged(block_table=None, **{**apart, "block_tables": table[1:] + 1}))
     assert (wrong.name, wrong.block) == ("b", 6)
+    # A backend whose table has all requests, and that names a part of it beside.
+    assert said(schedule(), paged(prefill_block_tables=table[:1])) == []
 
 
 def recurrent(**changes: Any) -> SimpleNamespace:

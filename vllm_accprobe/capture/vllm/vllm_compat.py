@@ -168,11 +168,11 @@ _BLOCK_TABLES = ("block_table", "block_table_tensor", "block_tables")
 
 def block_table(metadata: Any) -> torch.Tensor | None:
     """The blocks of each request, [requests, blocks], by a backend's metadata; None where it has none. 0.11's backend
-    for processors keeps those of prefills, which come first, apart."""
+    for processors keeps those of prefills, which come first, apart: only together they are as many as requests."""
     table = next((t for n in _BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
-    first = getattr(metadata, "prefill_block_tables", None)
-    if table is not None and isinstance(first, torch.Tensor):
-        table = torch.cat([first, table])
+    first, begins = (getattr(metadata, name, None) for name in ("prefill_block_tables", "query_start_loc"))
+    if table is not None and isinstance(first, torch.Tensor) and isinstance(begins, torch.Tensor):
+        table = torch.cat([first, table]) if len(first) + len(table) == len(begins) - 1 else table
     return table if table is not None and table.dim() == 2 else None
 
 
