@@ -72,7 +72,7 @@ def family_of(call: Call) -> Family | None:
     return _family(norms.known_as(call))
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _family(name: str) -> Family | None:
     return next((f for glob, f in _FAMILIES.items() if fnmatchcase(name, glob)), None)
 
